@@ -1,0 +1,152 @@
+"""The stage graph: which stage feeds which, and which rank owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from attrs import field, frozen
+
+from pipeline_engine.errors import ScheduleError
+
+Placement = Literal["straight", "looped", "vee"]
+
+
+def _edges(pairs: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((int(before), int(after)) for before, after in pairs))
+
+
+def _ranks(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(rank) for rank in ranks)
+
+
+def _straight(stages: int, ranks: int) -> list[int]:
+    if stages != ranks:
+        raise ScheduleError(
+            f"placement 'straight' puts one stage on each rank: got {stages} stages on {ranks} ranks; "
+            "use 'looped' or 'vee' for several stages a rank."
+        )
+    return list(range(ranks))
+
+
+def _looped(stages: int, ranks: int) -> list[int]:
+    if stages % ranks:
+        raise ScheduleError(f"placement 'looped' needs a multiple of {ranks} stages, got {stages}.")
+    return [stage % ranks for stage in range(stages)]
+
+
+def _vee(stages: int, ranks: int) -> list[int]:
+    if stages != 2 * ranks:
+        raise ScheduleError(f"placement 'vee' needs two stages a rank: {2 * ranks} for {ranks} ranks, got {stages}.")
+    return [*range(ranks), *reversed(range(ranks))]
+
+
+_PLACEMENTS = {"straight": _straight, "looped": _looped, "vee": _vee}
+
+
+@frozen
+class StageGraph:
+    """A directed acyclic graph of stages, numbered along it, each owned by one rank.
+
+    Stage 0 takes the caller's inputs; the last stage's output is what the caller is handed.
+
+    Args:
+        edges: pairs (before, after) with before < after.
+        rank_of: for each stage the rank that owns it; ranks are numbered 0..P-1 and each owns at least one stage.
+
+    Raises:
+        ScheduleError: an edge runs backwards or out of range, a stage has no way in or out, a rank owns nothing.
+    """
+
+    edges: tuple[tuple[int, int], ...] = field(converter=_edges)
+    rank_of: tuple[int, ...] = field(converter=_ranks)
+
+    def __attrs_post_init__(self) -> None:
+        self._check_edges()
+        self._check_ranks()
+
+    def _check_edges(self) -> None:
+        stages = len(self.rank_of)
+        for before, after in self.edges:
+            if not 0 <= before < after < stages:
+                raise ScheduleError(
+                    f"edge ({before}, {after}): stages are numbered 0..{stages - 1} along the graph, before < after."
+                )
+        if len(set(self.edges)) != len(self.edges):
+            raise ScheduleError(f"edges {list(self.edges)}: each edge is named once.")
+        for stage in range(stages):
+            if stage > 0 and not self.before(stage):
+                raise ScheduleError(f"stage {stage} has no stage before it; only stage 0 takes the caller's inputs.")
+            if stage < stages - 1 and not self.after(stage):
+                raise ScheduleError(f"stage {stage} has no stage after it; only stage {stages - 1} ends the graph.")
+
+    def _check_ranks(self) -> None:
+        if not self.rank_of:
+            raise ScheduleError("rank_of is empty: a graph has at least one stage.")
+        owners = set(self.rank_of)
+        if missing := sorted(set(range(max(owners) + 1)) - owners):
+            raise ScheduleError(f"rank_of {list(self.rank_of)}: rank {missing[0]} owns no stage; ranks run 0..P-1.")
+        if min(owners) < 0:
+            raise ScheduleError(f"rank_of {list(self.rank_of)}: rank {min(owners)} is negative.")
+
+    @classmethod
+    def chain(cls, stages: int, ranks: int, placement: Placement = "straight") -> StageGraph:
+        """Stages one after the other.
+
+        Args:
+            stages: number of stages.
+            ranks: number of ranks.
+            placement: ``"straight"`` one stage a rank, ``"looped"`` stage s on rank s mod P,
+                ``"vee"`` two stages a rank, down and up again.
+
+        Raises:
+            ScheduleError: the numbers do not fit the placement.
+        """
+        if stages < 1 or ranks < 1:
+            raise ScheduleError(f"a chain has at least one stage and one rank, got {stages} stages and {ranks} ranks.")
+        if placement not in _PLACEMENTS:
+            raise ScheduleError(f"placement {placement!r} is unknown; one of {sorted(_PLACEMENTS)}.")
+        rank_of = _PLACEMENTS[placement](stages, ranks)
+        return cls(edges=[(stage, stage + 1) for stage in range(stages - 1)], rank_of=rank_of)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages S."""
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks P."""
+        return max(self.rank_of) + 1
+
+    @property
+    def last_stage(self) -> int:
+        """The stage whose output the caller is handed."""
+        return self.num_stages - 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each stage feeds exactly the next one."""
+        return self.edges == tuple((stage, stage + 1) for stage in range(self.num_stages - 1))
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether this is a chain with one stage a rank, in rank order."""
+        return self.is_chain and self.rank_of == tuple(range(self.num_stages))
+
+    def before(self, stage: int) -> tuple[int, ...]:
+        """Stages whose output ``stage`` takes, in the order of its arguments."""
+        return tuple(before for before, after in self.edges if after == stage)
+
+    def after(self, stage: int) -> tuple[int, ...]:
+        """Stages that take the output of ``stage``."""
+        return tuple(after for before, after in self.edges if before == stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages that ``rank`` owns, in order."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def relay(self) -> tuple[int, ...]:
+        """Ranks in the order in which an output reaches them, hop by hop, from the last stage's rank on."""
+        start = self.rank_of[self.last_stage]
+        return (*range(start, -1, -1), *range(start + 1, self.num_ranks))

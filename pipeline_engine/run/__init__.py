@@ -1,0 +1,1 @@
+"""The torch half: stages, transports, executor and the bridge to the caller."""

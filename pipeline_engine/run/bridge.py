@@ -1,0 +1,296 @@
+"""The bridge: a pipeline as the caller sees it, outputs in his hands and the loss his own."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from pipeline_engine.errors import PipelineError, UsageError
+from pipeline_engine.plan.advance import Replica
+from pipeline_engine.plan.check import check
+from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.schedule import Schedule
+from pipeline_engine.plan.schedules import build
+from pipeline_engine.plan.transfers import channels_of
+from pipeline_engine.run.agreement import agree
+from pipeline_engine.run.call import Call
+from pipeline_engine.run.cargo import Cargo
+from pipeline_engine.run.executor import Executor
+from pipeline_engine.run.gate import Gatekeeper
+from pipeline_engine.run.mailbox import Mailbox, failure_of
+from pipeline_engine.run.microbatch import Microbatch
+from pipeline_engine.run.microbatches import Microbatches
+from pipeline_engine.run.modes import Modes
+from pipeline_engine.run.stage import StageFunction, receive
+from pipeline_engine.run.transports.base import Transport
+
+_log = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any, int], torch.Tensor]
+
+
+@frozen(eq=False)
+class Yielded:
+    """One item of ``Pipeline.stream``.
+
+    Attributes:
+        index: which microbatch it is.
+        outputs: what the last stage returned for it, on every rank; fresh tensors that may be changed in place.
+    """
+
+    index: int
+    outputs: Any
+    _call: Call
+
+
+class Pipeline:
+    """Stages on several ranks that behave like one model whose loss and backward are the caller's.
+
+    Every rank makes the same calls in the same order, with the same number of microbatches.
+
+    Args:
+        stages: this rank's stages by number; a stage is any callable ``stage(*inputs, **shared)`` that returns a
+            tree of tensors.
+        graph: the stage graph.
+        schedule: a name of ``SCHEDULES``, or a ``Schedule`` of the caller's own.
+        transport: moves messages between the ranks of this pipeline.
+        deadline: seconds that any single wait may take.
+
+    Raises:
+        UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
+            of ranks.
+        ScheduleError: the schedule is unknown, does not fit the graph, or breaks a law.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageFunction],
+        *,
+        graph: StageGraph,
+        schedule: str | Schedule,
+        transport: Transport,
+        deadline: float = 600.0,
+    ) -> None:
+        _check_fit(stages, graph, transport)
+        self._stages = dict(stages)
+        self._graph = graph
+        self._transport = transport
+        self._deadline = float(deadline)
+        self._schedule_for = cache(lambda count: _checked(schedule, graph, count))
+        self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
+        self._channels = channels_of(graph)
+        self._gatekeeper = Gatekeeper()
+        self._calls: list[Call] = []
+        self._count = 0
+        self._unsettled = False
+        self._is_closed = False
+        transport.open(self._channels, deadline=self._deadline)
+
+    def stream(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> Iterator[Yielded]:
+        """Hand out outputs one by one; ``loss.backward()`` in between runs the pipeline's backwards.
+
+        Args:
+            microbatches: a sequence, or an iterable that is read lazily.
+            num_microbatches: how many; needed if ``microbatches`` has no length.
+
+        Yields:
+            Items in order.  Gradients are complete when the stream is exhausted and every item's backward was called.
+
+        Raises:
+            UsageError: the ranks do not agree on the call, or it is made on a closed pipeline.
+            PeerFailedError: another rank failed.
+            DeadlineError: a wait took longer than ``deadline``.
+        """
+        call = self._begin("stream", microbatches, num_microbatches)
+        return self._items(call)
+
+    def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
+        """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
+
+        Their graphs are kept until their gradient is given, or until ``flush``.
+
+        Raises:
+            As ``stream``.
+        """
+        call = self._begin("forward", microbatches, num_microbatches)
+        return [call.ask(microbatch) for microbatch in range(call.executor.microbatches.count)]
+
+    def step(self, microbatches: Iterable[Microbatch], loss_fn: LossFunction) -> list[torch.Tensor]:
+        """The closed loop: forwards, losses and backwards of all microbatches in one call.
+
+        Args:
+            microbatches: a sequence.
+            loss_fn: ``loss_fn(outputs, index)`` returns a scalar; called on the last stage's rank only.
+
+        Returns:
+            The losses in order, detached, on every rank.
+
+        Raises:
+            As ``stream``.
+        """
+        call = self._begin("step", microbatches, None, hand_out=False)
+        losses: list[torch.Tensor] = []
+
+        def compute_loss(microbatch: int, cargo: Cargo) -> None:
+            outputs, taps = receive(cargo, differentiate=call.modes.differentiates)
+            loss = loss_fn(outputs, microbatch)
+            if call.modes.differentiates:
+                loss.backward()  # type: ignore[no-untyped-call]
+                call.executor.give(microbatch, tuple(tap.grad for tap in taps))
+            losses.append(loss.detach())
+
+        call.executor.on_yield = compute_loss
+        call.run_closed()
+        return self._everywhere(losses)
+
+    def flush(self) -> None:
+        """Finish every gradient that was given, drop every output whose gradient was not, and agree on that.
+
+        Raises:
+            As ``stream``.
+        """
+        self._agree("flush", {})
+        self._end_calls("the pipeline was flushed")
+
+    def skip(self, item: Yielded) -> None:
+        """Say on every rank that ``item`` gets no gradient, and free its memory."""
+        self._check_open()
+        item._call.skip(item.index)
+
+    def close(self) -> None:
+        """Finish what was given and release the transport.  Always returns; a closed pipeline stays closed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._unsettled:
+                self._end_calls("the pipeline was closed")
+        except PipelineError as error:
+            _log.warning("closed with work undone: %s", error)
+        finally:
+            self._transport.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if error is None and not self._is_closed:
+                self.flush()
+            elif error is not None and not self._unsettled:
+                self._transport.fail(failure_of(self._transport.rank, "the caller's code", error))
+                self._unsettled = True
+        finally:
+            self.close()
+
+    def _items(self, call: Call) -> Iterator[Yielded]:
+        for microbatch in range(call.executor.microbatches.count):
+            yield Yielded(microbatch, call.ask(microbatch), call)
+        call.finish()
+
+    def _begin(
+        self, entry: str, microbatches: Iterable[Microbatch], count: int | None, *, hand_out: bool = True
+    ) -> Call:
+        source = Microbatches(microbatches, count, uses=len(self._stages))
+        modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
+        self._agree(
+            entry,
+            {"schedule": schedule.name, "number of microbatches": source.count, "grad mode": modes.differentiates},
+        )
+        self._end_calls(f"{entry} was called", keep_open=True)
+        executor = Executor(
+            rank=self._transport.rank,
+            graph=self._graph,
+            stages=self._stages,
+            microbatches=source,
+            mailbox=Mailbox.over(self._transport, self._deadline),
+            channels=self._channels,
+            differentiates=modes.differentiates,
+        )
+        replica = Replica(schedule, forward_only=not modes.differentiates, hand_out=hand_out)
+        call = Call(self._count, entry, replica, executor, modes, self._gatekeeper, self._guarded)
+        executor.on_yield = call.hand
+        self._count += 1
+        self._calls.append(call)
+        return call
+
+    def _agree(self, entry: str, word: dict[str, object]) -> None:
+        """Before anything moves: all ranks are in the same call, and have done the same before."""
+        self._check_open()
+        self._gatekeeper.forget()
+        with self._guarded():
+            self._settle()
+            past = {f"history of call {call.number}": call.summary for call in self._calls}
+            agree(self._transport, {"entry point": entry, **word, **past}, deadline=self._deadline)
+
+    def _settle(self) -> None:
+        """After a failure, once every rank has raised it: empty the channels and begin afresh."""
+        if self._unsettled:
+            self._transport.settle(deadline=self._deadline)
+            self._unsettled = False
+        elif failure := self._transport.failure():
+            raise failure.as_error()
+
+    def _everywhere(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The last stage's losses on every rank."""
+        with self._guarded():
+            words = self._transport.exchange(pickle.dumps(losses), deadline=self._deadline)
+        received: list[torch.Tensor] = pickle.loads(words[self._graph.rank_of[self._graph.last_stage]])
+        return received
+
+    def _end_calls(self, why: str, *, keep_open: bool = False) -> None:
+        """End the calls of the past; ``keep_open``: but not a forward that still waits for gradients."""
+        kept = [call for call in self._calls if keep_open and call.entry == "forward" and call.replica.open]
+        for call in self._calls:
+            if call not in kept:
+                call.end(why)
+        self._calls = kept
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """If an error comes from the engine or was told to other ranks, no call can go on."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, PipelineError) or self._transport.failure():
+                self._unsettled = True
+                for call in self._calls:
+                    call.abandon(f"the pipeline failed with {type(error).__name__}")
+                self._calls.clear()
+            raise
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("the pipeline is closed; build another one.")
+
+
+def _check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport: Transport) -> None:
+    if transport.num_ranks != graph.num_ranks:
+        raise UsageError(
+            f"the graph is for {graph.num_ranks} ranks, the transport joins {transport.num_ranks}; "
+            "the numbers must be equal."
+        )
+    expected = graph.stages_of(transport.rank)
+    if tuple(sorted(stages)) != expected:
+        raise UsageError(
+            f"rank {transport.rank} owns stages {list(expected)} of the graph, but was given {sorted(stages)}."
+        )
+
+
+def _checked(schedule: str | Schedule, graph: StageGraph, count: int) -> Schedule:
+    """The schedule for ``count`` microbatches, held to the laws."""
+    built = schedule if isinstance(schedule, Schedule) else build(schedule, graph, count)
+    if built.graph != graph:
+        raise UsageError(f"schedule {built.name!r} was made for another graph than the pipeline's.")
+    if built.num_microbatches != count:
+        raise UsageError(f"schedule {built.name!r} is for {built.num_microbatches} microbatches, not for {count}.")
+    check(built)
+    return built

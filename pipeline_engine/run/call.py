@@ -1,0 +1,146 @@
+"""A call: one use of a pipeline, from the agreement of all ranks to the last gradient."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from attrs import define, field
+
+from pipeline_engine.errors import UsageError
+from pipeline_engine.plan.actions import Program
+from pipeline_engine.plan.advance import Replica
+from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.executor import Executor
+from pipeline_engine.run.gate import Gatekeeper
+from pipeline_engine.run.modes import Modes
+
+
+@define(eq=False)
+class Call:
+    """What this rank knows of one call.
+
+    Args:
+        number: calls of a pipeline are numbered from 0, the same on all ranks.
+        entry: the method that the caller used.
+        replica: all programs, played up to now.
+        executor: performs this rank's part.
+        modes: what the caller's thread was set to.
+        gatekeeper: where the caller's gradients come in.
+        guard: a context that takes note of errors for the whole pipeline.
+    """
+
+    number: int
+    entry: str
+    replica: Replica
+    executor: Executor
+    modes: Modes
+    gatekeeper: Gatekeeper
+    guard: Callable[[], AbstractContextManager[None]]
+    history: list[tuple[object, ...]] = field(init=False, factory=list)
+    _handed: Cargo | None = field(init=False, default=None)
+    _why_ended: str = field(init=False, default="")
+    _why_dropped: dict[int, str] = field(init=False, factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can come of this call any more."""
+        return bool(self._why_ended)
+
+    @property
+    def summary(self) -> str:
+        """What the caller has done in this call, to be compared with the other ranks'."""
+        checksum = zlib.crc32(repr(self.history).encode())
+        last = " ".join(str(word) for word in self.history[-1]) if self.history else "nothing"
+        return f"{self.entry}: {len(self.history)} events, the last: {last} ({checksum:08x})"
+
+    def ask(self, microbatch: int) -> Any:
+        """The output of ``microbatch`` as the caller is handed it."""
+        self._check_not_over()
+        self.history.append(("ask", microbatch))
+        self._perform(self.replica.ask(microbatch)[self.executor.rank])
+        cargo, self._handed = self._handed, None
+        assert cargo is not None
+        return self.modes.run(lambda: self._gated(cargo, microbatch))
+
+    def hand(self, _: int, cargo: Cargo) -> None:
+        """The executor has reached a yield."""
+        self._handed = cargo
+
+    def give(self, grads: dict[int, Grads]) -> None:
+        """The caller's backward call has ended: run the backwards that it allows."""
+        microbatches = sorted(grads)
+        self.history.append(("give", *microbatches))
+        for microbatch in microbatches:
+            self.executor.give(microbatch, grads[microbatch])
+        self._perform(self.replica.give(microbatches)[self.executor.rank])
+
+    def finish(self) -> None:
+        """The caller has taken every item."""
+        self.history.append(("finish",))
+        self._perform(self.replica.finish()[self.executor.rank])
+
+    def run_closed(self) -> None:
+        """The engine owns the loss: everything at once."""
+        self.history.append(("run",))
+        self._perform(self.replica.run_closed()[self.executor.rank])
+        self.abandon("it was complete")
+
+    def skip(self, microbatch: int) -> None:
+        """The caller wants no gradient for ``microbatch``: free what is kept of it."""
+        self.check_may_give(microbatch)
+        self.history.append(("skip", microbatch))
+        self.replica.skip(microbatch)
+        self._drop([microbatch], "was skipped")
+
+    def check_may_give(self, microbatch: int) -> None:
+        """Raise UsageError if a gradient of ``microbatch`` comes too late."""
+        self._check_not_over(microbatch)
+        if microbatch in self._why_dropped:
+            raise UsageError(f"backward through microbatch {microbatch}, which {self._why_dropped[microbatch]}.")
+        if microbatch in self.replica.given:
+            raise UsageError(
+                f"backward through microbatch {microbatch} for the second time; its graph was freed by the first. "
+                "Add the losses up and call backward once."
+            )
+
+    def end(self, why: str) -> None:
+        """Finish what was given, drop the rest, and wait for all that is on its way.
+
+        Args:
+            why: what the caller did, for an error that a late backward raises.
+        """
+        if self.is_over:
+            return
+        self.history.append(("end",))
+        self._perform(self.replica.close()[self.executor.rank])
+        self._drop(self.replica.drop_open(), f"was dropped when {why}")
+        self._perform(self.replica.drain()[self.executor.rank])
+        self.abandon(why)
+
+    def abandon(self, why: str) -> None:
+        """Free everything, without a word to other ranks."""
+        self._why_ended = self._why_ended or why
+        self.executor.clear()
+
+    def _drop(self, microbatches: Iterable[int], why: str) -> None:
+        self._why_dropped |= dict.fromkeys(microbatches, why)
+        self.executor.discard(microbatches)
+
+    def _gated(self, cargo: Cargo, microbatch: int) -> Any:
+        if not self.modes.differentiates:
+            return cargo.tree()
+        return self.gatekeeper.gated(cargo, self, microbatch)
+
+    def _perform(self, program: Program) -> None:
+        with self.guard():
+            self.modes.run(lambda: self.executor.perform(program))
+
+    def _check_not_over(self, microbatch: int | None = None) -> None:
+        if not self.is_over:
+            return
+        if microbatch is None:
+            raise UsageError(f"this {self.entry} cannot go on: it ended when {self._why_ended}.")
+        raise UsageError(f"backward through microbatch {microbatch}, which was dropped when {self._why_ended}.")

@@ -1,0 +1,87 @@
+"""Cargo: a tree of tensors without its autograd history, as it crosses a cut between stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch.utils import _pytree as pytree
+
+
+@frozen(eq=False)
+class Cargo:
+    """Leaves and structure of a tree.
+
+    Attributes:
+        spec: structure of the tree.
+        leaves: detached tensors, and constants of any picklable type.
+        needs_grad: for each leaf whether its gradient is wanted back.
+    """
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    needs_grad: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> Cargo:
+        """Detach a tree; the tensors still share their memory with it."""
+        leaves, spec = flatten(tree)
+        return cls(spec, tuple(_detached(leaf) for leaf in leaves), tuple(_needs_grad(leaf) for leaf in leaves))
+
+    def tree(self, leaves: Sequence[Any] | None = None) -> Any:
+        """The tree again, with ``leaves`` in the place of its own if given."""
+        return pytree.tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
+
+    def copied(self) -> Cargo:
+        """The same with fresh, contiguous memory."""
+        return Cargo(self.spec, tuple(_copied(leaf) for leaf in self.leaves), self.needs_grad)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Size in bytes of the gradients of all leaves that want one."""
+        return sum(
+            aligned(leaf.numel() * leaf.element_size())
+            for leaf, wanted in zip(self.leaves, self.needs_grad, strict=True)
+            if wanted
+        )
+
+
+Grads = tuple[torch.Tensor | None, ...]
+"""For each leaf of a cargo its gradient, or None."""
+
+ALIGNMENT = 64
+
+
+def aligned(num_bytes: int) -> int:
+    """``num_bytes`` rounded up to where the next tensor may start."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of a tree of tuples, lists, dicts, dataclasses, tensors and constants."""
+    while True:
+        leaves, spec = pytree.tree_flatten(tree)
+        if not any(_learn_dataclass(type(leaf)) for leaf in leaves):
+            return leaves, spec
+
+
+def _learn_dataclass(kind: type) -> bool:
+    if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
+        return False
+    pytree.register_dataclass(kind)
+    return True
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, torch.Tensor) else leaf

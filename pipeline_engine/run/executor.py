@@ -1,0 +1,216 @@
+"""The executor: performs one rank's actions of one call, in order.  It is an interpreter and has no policy.
+
+A call's values live here by name until their last reader has read them; what a forward leaves for its backward lives
+here until that backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, assert_never, cast
+
+import torch
+from attrs import define, field
+
+from pipeline_engine.errors import PeerFailedError, UsageError
+from pipeline_engine.plan.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    PostRecv,
+    Program,
+    Publish,
+    Send,
+    WaitRecv,
+    WaitSend,
+    Yield,
+    sized_by,
+    suppliers_of,
+)
+from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.lifetimes import reads
+from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
+from pipeline_engine.run import wire
+from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.mailbox import Mailbox, failure_of
+from pipeline_engine.run.microbatches import Microbatches
+from pipeline_engine.run.stage import Ran, StageFunction, run_forward
+
+
+def describe(action: Action) -> str:
+    """An action for a reader of an error: what is written in the program, and in words."""
+    match action:
+        case Forward(stage, m) | Backward(stage, m) | BackwardInput(stage, m) | BackwardWeight(stage, m):
+            return f"{action} ({type(action).__name__.lower()} of stage {stage}, microbatch {m})"
+        case _:
+            return str(action)
+
+
+@define(eq=False)
+class Executor:
+    """One rank's part of one call.
+
+    Args:
+        rank: this rank.
+        graph: the stage graph.
+        stages: this rank's stages by number.
+        microbatches: the caller's inputs.
+        mailbox: where messages come and go.
+        channels: all channels of the pipeline.
+        differentiates: whether backwards will follow.
+
+    Attributes:
+        on_yield: called with a microbatch and its output when the program hands it to the caller.
+    """
+
+    rank: int
+    graph: StageGraph
+    stages: Mapping[int, StageFunction]
+    microbatches: Microbatches
+    mailbox: Mailbox
+    channels: tuple[Channel, ...]
+    differentiates: bool
+    on_yield: Callable[[int, Cargo], None] = field(init=False)
+    _values: dict[Value, tuple[Any, int]] = field(init=False, factory=dict)  # with the number of reads that are left
+    _ran: dict[tuple[int, int], Ran] = field(init=False, factory=dict)
+    _sizes: dict[Value, tuple[int, int]] = field(init=False, factory=dict)  # number of leaves, gradient bytes
+
+    def perform(self, program: Program) -> None:
+        """Perform actions in order.  If one raises, every rank that waits for one of the rest is told."""
+        performed = 0
+        try:
+            if failure := self.mailbox.transport.failure():
+                raise failure.as_error()
+            for action in program:
+                self._perform(action)
+                performed += 1
+        except BaseException as error:
+            self._tell(error, program[performed:])
+            raise
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Forward(stage, microbatch):
+                self._forward(stage, microbatch)
+            case Backward(stage, microbatch):
+                self._backward(stage, microbatch)
+            case BackwardInput() | BackwardWeight():
+                raise UsageError(f"{action}: split backwards cannot be performed yet; use a schedule without them.")
+            case Publish(microbatch):
+                self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)).copied())
+            case Yield(microbatch):
+                self.on_yield(microbatch, self._read(Output(microbatch)))
+            case Send(value, to_rank):
+                self.mailbox.send(value, to_rank, self._encoded(value, to_rank))
+            case WaitSend(value, to_rank):
+                self.mailbox.wait_send(value, to_rank)
+            case PostRecv(value, from_rank):
+                self.mailbox.post(value, from_rank, self._first_bytes(value, self.rank))
+            case WaitRecv(value, from_rank):
+                self._keep(value, self._decoded(value, self.mailbox.take(value, from_rank)))
+            case _:
+                assert_never(action)
+
+    def give(self, microbatch: int, grads: Grads) -> None:
+        """Keep the caller's gradient of an output, if a stage of this rank needs it."""
+        if self.rank == self.graph.rank_of[self.graph.last_stage]:
+            self._keep(OutputGrad(microbatch), grads)
+
+    def discard(self, microbatches: Iterable[int]) -> None:
+        """Free what is kept of microbatches that were dropped."""
+        dropped = set(microbatches)
+        for value in [value for value in self._values if value.microbatch in dropped]:
+            del self._values[value]
+        for key in [key for key in self._ran if key[1] in dropped]:
+            del self._ran[key]
+
+    def clear(self) -> None:
+        """Free everything."""
+        self._values.clear()
+        self._ran.clear()
+        self._sizes.clear()
+        self.microbatches.clear()
+
+    @property
+    def held(self) -> int:
+        """Number of values and of stages' graphs that are kept at the moment."""
+        return len(self._values) + len(self._ran)
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        given = self.microbatches[microbatch]
+        received = [self._read(Activation(before, microbatch)) for before in self.graph.before(stage)]
+        inputs = given.inputs if stage == 0 else ()
+        cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
+        if ran is not None:
+            self._ran[stage, microbatch] = ran
+        self.microbatches.release(microbatch)
+        self._keep(Activation(stage, microbatch), cargo)
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        grads = self._output_grads(stage, microbatch)
+        per_argument = self._ran.pop((stage, microbatch)).backward(grads)
+        before = self.graph.before(stage)
+        self._keep(InputGrad(stage, microbatch), dict(zip(before, per_argument, strict=True)))
+
+    def _output_grads(self, stage: int, microbatch: int) -> Grads:
+        """The gradients of what a stage returned, added up from its highest consumer down."""
+        if stage == self.graph.last_stage:
+            return cast(Grads, self._read(OutputGrad(microbatch)))
+        after = sorted(self.graph.after(stage), reverse=True)
+        first, *others = [self._read(InputGrad(consumer, microbatch))[stage] for consumer in after]
+        for other in others:
+            first = tuple(_added(left, right) for left, right in zip(first, other, strict=True))
+        return cast(Grads, first)
+
+    def _keep(self, value: Value, content: Any) -> None:
+        if isinstance(value, Activation):
+            self._sizes[value] = (len(content.leaves), content.grad_bytes)
+        if count := reads(value, self.rank, self.graph):
+            self._values[value] = (content, count)
+
+    def _read(self, value: Value) -> Any:
+        content, count = self._values.pop(value)
+        if count > 1:
+            self._values[value] = (content, count - 1)
+        return content
+
+    def _encoded(self, value: Value, to_rank: int) -> tuple[torch.Tensor, ...]:
+        content = self._read(value)
+        if not isinstance(value, InputGrad):
+            return wire.encode_cargo(content, value.microbatch)
+        grads = tuple(grad for before in suppliers_of(value, to_rank, self.graph) for grad in content[before])
+        return wire.encode_grads(grads, value.microbatch, limit=self._first_bytes(value, to_rank))
+
+    def _decoded(self, value: Value, message: torch.Tensor) -> Any:
+        if not isinstance(value, InputGrad):
+            return wire.decode_cargo(message, value.microbatch)
+        grads = iter(wire.decode_grads(message, value.microbatch))
+        suppliers = suppliers_of(value, self.rank, self.graph)
+        return {
+            before: tuple(islice(grads, self._sizes[Activation(before, value.microbatch)][0])) for before in suppliers
+        }
+
+    def _first_bytes(self, value: Value, receiver: int) -> int:
+        """What both ends know of a message: the gradients of a value are as large as the value."""
+        if not isinstance(value, InputGrad):
+            return wire.FIRST_BYTES
+        return wire.FIRST_BYTES + sum(self._sizes[known][1] for known in sized_by(value, receiver, self.graph))
+
+    def _tell(self, error: BaseException, rest: Program) -> None:
+        """Tell every rank of an exception, those first that wait for a message from here."""
+        failing = describe(rest[0]) if rest else "the caller's code"
+        if not isinstance(error, PeerFailedError):
+            error.add_note(f"while rank {self.rank} performed {failing}")
+        failure = failure_of(self.rank, failing, error)
+        self.mailbox.transport.fail(failure)
+        owed = [(action.value, action.to_rank) for action in rest if isinstance(action, Send)]
+        self.mailbox.notify(failure, owed, self.channels)
+
+
+def _added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right

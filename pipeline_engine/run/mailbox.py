@@ -1,0 +1,117 @@
+"""A rank's mailbox: values in and out over the transport, each message checked before anybody uses it.
+
+Note [reading in order]: a message may have a second part, whose receive can be posted only once its first part has
+been read.  Second parts have a channel of their own, and for their order to be that of the sends, first parts are
+read in the order in which they were posted.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+import torch
+from attrs import define, frozen
+
+from pipeline_engine.errors import PeerFailedError
+from pipeline_engine.plan.values import Channel, Value, channel_of, continued
+from pipeline_engine.run import wire
+from pipeline_engine.run.transports.base import Failure, Handle, Transport
+
+
+@define(eq=False)
+class _Letter:
+    """A message on its way in."""
+
+    value: Value
+    first: Handle
+    second: Handle | None = None
+    is_read: bool = False
+
+
+@frozen(eq=False)
+class Mailbox:
+    """One call's messages, from the posting of their receives and sends to the waits.
+
+    Args:
+        transport: moves the bytes.
+        deadline: seconds for each single wait.
+    """
+
+    transport: Transport
+    deadline: float
+    _letters: dict[Value, _Letter]
+    _unread: defaultdict[Channel, deque[_Letter]]
+    _sends: dict[tuple[Value, int], list[Handle]]
+
+    @classmethod
+    def over(cls, transport: Transport, deadline: float) -> Mailbox:
+        """An empty mailbox."""
+        return cls(transport, deadline, {}, defaultdict(deque), {})
+
+    def send(self, value: Value, target: int, parts: Iterable[torch.Tensor]) -> None:
+        """Start sending the parts of a message."""
+        channel = channel_of(value, self.transport.rank, target)
+        handles = [self.transport.send(way, part) for way, part in zip((channel, continued(channel)), parts)]  # noqa: B905
+        self._sends[value, target] = handles
+
+    def wait_send(self, value: Value, target: int) -> None:
+        """Wait until every part has left."""
+        for handle in self._sends.pop((value, target)):
+            self.transport.wait(handle, deadline=self.deadline)
+
+    def post(self, value: Value, source: int, num_bytes: int) -> None:
+        """Post the receive of a message whose first part has at most ``num_bytes`` bytes."""
+        channel = channel_of(value, source, self.transport.rank)
+        letter = _Letter(value, self.transport.receive(channel, num_bytes))
+        self._letters[value] = letter
+        self._unread[channel].append(letter)
+
+    def take(self, value: Value, source: int) -> torch.Tensor:
+        """Wait for a message; its bytes.
+
+        Raises:
+            PeerFailedError: it is a notice of failure, or the transport knows of one.
+        """
+        channel = channel_of(value, source, self.transport.rank)
+        letter = self._letters[value]
+        while not letter.is_read:
+            self._read_next(channel)
+        if letter.second is not None:
+            self.transport.wait(letter.second, deadline=self.deadline)
+        del self._letters[value]
+        return letter.first.buffer if letter.second is None else letter.second.buffer
+
+    def _read_next(self, channel: Channel) -> None:
+        """Read the first part of the oldest unread message; see Note [reading in order]."""
+        letter = self._unread[channel][0]
+        self.transport.wait(letter.first, deadline=self.deadline)
+        failure = wire.failure_in(letter.first.buffer)
+        if failure is not None:
+            raise failure.as_error()
+        if size := wire.second_part_bytes(letter.first.buffer):
+            letter.second = self.transport.receive(continued(channel), size)
+        letter.is_read = True
+        self._unread[channel].popleft()
+
+    def notify(self, failure: Failure, owed: Iterable[tuple[Value, int]], channels: Iterable[Channel]) -> None:
+        """Send a notice of failure in the place of every message that is still owed, and one more on every channel.
+
+        A peer may be one event of the caller further than this rank and have posted a receive that this rank does
+        not know of; that is what the extra notice is for.
+        """
+        notice = wire.encode_failure(failure)
+        for value, target in owed:
+            self.transport.send(channel_of(value, self.transport.rank, target), notice)
+        for channel in channels:
+            if channel.source == self.transport.rank and not channel.name.endswith("+"):
+                self.transport.send(channel, notice)
+
+
+def failure_of(rank: int, doing: str, error: BaseException) -> Failure:
+    """The notice of an exception that this rank raised, or passes on."""
+    if isinstance(error, PeerFailedError):
+        return Failure(error.rank, error.doing, error.cause, error.remote_traceback)
+    text = "".join(traceback.format_exception(error))
+    return Failure(rank, doing, f"{type(error).__name__}: {error}", text)

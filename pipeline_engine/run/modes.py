@@ -1,0 +1,73 @@
+"""Modes: what the caller's thread was set to when it called, so that every action runs under the same."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TypeVar
+
+import torch
+from attrs import frozen
+
+R = TypeVar("R")
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@frozen(eq=False)
+class Modes:
+    """Grad, inference and autocast mode, default dtype and the ContextVars of one call."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    default_dtype: torch.dtype
+    context: contextvars.Context
+
+    @classmethod
+    def of_caller(cls) -> Modes:
+        """What the calling thread is set to now."""
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                for device in _AUTOCAST_DEVICES
+            ),
+            default_dtype=torch.get_default_dtype(),
+            context=contextvars.copy_context(),
+        )
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether autograd records under these modes."""
+        return self.grad and not self.inference
+
+    def run(self, function: Callable[[], R]) -> R:
+        """Call ``function`` in this thread under these modes."""
+        return self.context.run(self._run, function)
+
+    def _run(self, function: Callable[[], R]) -> R:
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for device, enabled, dtype in self.autocast:
+                if (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) != (enabled, dtype):
+                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            stack.enter_context(_default_dtype(self.default_dtype))
+            return function()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if before == dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,105 @@
+"""What a transport promises: ordered byte messages between the ranks of one pipeline, and a word about who failed.
+
+Data plane: ``send`` and ``receive`` only start; ``wait`` blocks.  A send completes once its receive is posted
+(rendezvous), messages of one channel arrive in the order in which they were sent, and a message may be shorter
+than its receive but never longer.
+Control plane: ``exchange`` is one small agreement between all ranks, ``fail`` tells every rank of a failure,
+``failure`` says what is known, ``settle`` makes the channels usable again afterwards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen, validators
+
+from pipeline_engine.errors import PeerFailedError
+from pipeline_engine.plan.values import Channel
+
+
+@frozen
+class Failure:
+    """Who failed first: the rank, what it was doing, its exception and traceback as text."""
+
+    rank: int = field(validator=[validators.instance_of(int), validators.ge(0)])
+    doing: str = field(validator=validators.instance_of(str))
+    cause: str = field(validator=validators.instance_of(str))
+    traceback: str = field(validator=validators.instance_of(str))
+
+    def as_error(self) -> PeerFailedError:
+        """The exception that every other rank raises."""
+        return PeerFailedError(self.rank, self.doing, self.cause, self.traceback)
+
+
+class Handle(ABC):
+    """One message on its way.  ``buffer`` is a one-dimensional uint8 CPU tensor; leave it alone until waited for."""
+
+    channel: Channel
+    buffer: torch.Tensor
+
+
+class Transport(ABC):
+    """One rank's end of the channels of a pipeline."""
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def open(self, channels: Sequence[Channel], *, deadline: float) -> None:
+        """Build the channels that start or end here.  Collective: every rank passes the same sequence.
+
+        Args:
+            channels: all channels of the pipeline; those that do not touch this rank are passed over.
+            deadline: seconds for each single wait for a peer.
+        """
+
+    @abstractmethod
+    def send(self, channel: Channel, message: torch.Tensor) -> Handle:
+        """Start sending ``message`` (contiguous uint8 ``[bytes]`` on the CPU, at least one byte)."""
+
+    @abstractmethod
+    def receive(self, channel: Channel, num_bytes: int) -> Handle:
+        """Post a receive for the next message of ``channel``, at most ``num_bytes`` long."""
+
+    @abstractmethod
+    def wait(self, handle: Handle, *, deadline: float) -> None:
+        """Block until the message has been moved.
+
+        Raises:
+            PeerFailedError: a rank failed, or the connection to the peer was lost.
+            DeadlineError: ``deadline`` seconds passed; the channels are then unusable until ``settle``.
+        """
+
+    @abstractmethod
+    def exchange(self, word: bytes, *, deadline: float) -> list[bytes]:
+        """Give every rank's ``word`` to every rank, in rank order.  Collective.
+
+        Raises:
+            PeerFailedError: a rank failed or died instead of taking part.
+            DeadlineError: some rank did not take part in ``deadline`` seconds; the message names it.
+        """
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """Tell every rank of ``failure``.  The first one told wins.  Returns at once and never raises."""
+
+    @abstractmethod
+    def failure(self) -> Failure | None:
+        """The failure that this rank knows of since the last ``settle``; never blocks."""
+
+    @abstractmethod
+    def settle(self, *, deadline: float) -> None:
+        """Empty every channel after a failure and forget the failure.  Collective.
+
+        Messages still owed are topped up (shorter ones, content is meaningless) and waited for; where a channel is
+        beyond that, all ranks drop their channels and build them again.
+
+        Raises:
+            PeerFailedError, DeadlineError: a rank is gone for good; the transport stays unusable.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release channels, threads and connections.  Not collective, never raises, may be called twice."""

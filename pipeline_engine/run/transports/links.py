@@ -1,0 +1,172 @@
+"""Links: the gloo connections of one rank, and the count of what was posted on them.
+
+Gloo can neither be polled nor interrupted, so a blocked wait is ended in one of two ways.  Softly: once both ends of
+a channel post nothing more, they compare how much each has posted, the one behind tops up, and every wait ends.
+Hard: a wait that times out closes all connections of its process group, which ends every other wait on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from threading import RLock
+from time import monotonic
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch.distributed import Store, Work  # type: ignore[attr-defined]
+
+from pipeline_engine.errors import TransportError
+from pipeline_engine.plan.values import Channel
+from pipeline_engine.run.transports.base import Handle
+
+Tally = dict[int, tuple[int, int]]  # by the channel's number: messages posted, bytes of the longest
+
+
+@define(eq=False)
+class Posted(Handle):
+    """A send or a receive; its Work is in the table of ``Links``, so that nobody else keeps it alive."""
+
+    channel: Channel
+    buffer: torch.Tensor
+    over: bool = False
+
+
+@define(eq=False)
+class Links:
+    """One generation of connections.  Main thread and watchdog both post: the lock keeps them apart."""
+
+    rank: int
+    channels: Sequence[Channel]
+    _gloo: Any  # a ProcessGroupGloo, whose stub knows neither send nor recv
+    _lock: RLock
+    frozen: bool = field(default=False, init=False)
+    broken: bool = field(default=False, init=False)
+    why_broken: str = field(default="", init=False)
+    _works: dict[Posted, Work] = field(factory=dict, init=False)
+    _count: Counter[Channel] = field(factory=Counter, init=False)
+    _longest: Counter[Channel] = field(factory=Counter, init=False)
+    _topped_up: set[int] = field(factory=set, init=False)
+    _number: dict[Channel, int] = field(init=False)
+
+    @classmethod
+    def build(
+        cls, store: Store, rank: int, num_ranks: int, channels: Sequence[Channel], lock: RLock, deadline: float
+    ) -> Links:
+        """Connect this rank with all others.  Collective; ``store`` must be fresh on every rank."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device()]
+        options._threads = 1
+        options._timeout = timedelta(seconds=deadline)
+        return cls(rank, channels, gloo(store, rank, num_ranks, options), lock)
+
+    def __attrs_post_init__(self) -> None:
+        self._number = {channel: number for number, channel in enumerate(self.channels)}
+
+    def post(self, message: Posted) -> None:
+        """Start moving ``message``; if the links are frozen or broken, ``wait`` says so."""
+        with self._lock:
+            if not self.frozen:
+                self._try_to_start(message)
+
+    def _try_to_start(self, message: Posted) -> None:
+        try:
+            self._start(message)
+        except RuntimeError:
+            self.broken = True
+
+    def _start(self, message: Posted) -> None:
+        channel, buffer = message.channel, message.buffer
+        self._count[channel] += 1
+        self._longest[channel] = max(self._longest[channel], buffer.numel())
+        if channel.source == self.rank:
+            self._works[message] = self._gloo.send([buffer], channel.target, self._number[channel])
+        else:
+            self._works[message] = self._gloo.recv([buffer], channel.source, self._number[channel])
+
+    def wait(self, message: Posted, deadline: float) -> None:
+        """Block in gloo.
+
+        Raises:
+            TransportError: ``message`` is not on its way, and not for a failure of another rank.
+            RuntimeError: the connection is lost, or ``deadline`` seconds passed.
+        """
+        if message not in self._works:
+            self._refuse(message)
+        try:
+            self._works[message].wait(timedelta(seconds=min(deadline, 1e6)))
+        except RuntimeError as error:
+            self.broken = True
+            if self.why_broken:
+                self._refuse(message)
+            raise error
+        message.over = True
+        del self._works[message]
+
+    def _refuse(self, message: Posted) -> NoReturn:
+        if self.broken and not self.why_broken:
+            raise RuntimeError(f"the connection that carries channel {message.channel} is lost")
+        why = self.why_broken or "it was posted before the last settle."
+        raise TransportError(f"a message on channel {message.channel} was not moved: {why}")
+
+    def tally(self, peer: int) -> Tally:
+        """What was posted on the channels shared with ``peer``; final once frozen."""
+        shared = [channel for channel in self.channels if {channel.source, channel.target} == {self.rank, peer}]
+        return {self._number[channel]: (self._count[channel], self._longest[channel]) for channel in shared}
+
+    def top_up(self, peer: int, tally: Mapping[int, tuple[int, int]]) -> None:
+        """Post what this rank is behind ``peer``, once: one byte per send, enough room per receive."""
+        if peer in self._topped_up:
+            return
+        self._topped_up.add(peer)
+        for number, (count, longest) in tally.items():
+            channel = self.channels[number]
+            size = 1 if channel.source == self.rank else longest
+            for _ in range(count - self._count[channel]):
+                self._try_to_start(Posted(channel, torch.zeros(size, dtype=torch.uint8)))
+
+    def drain(self, deadline: float) -> bool:
+        """Wait for everything that is posted; False if the links cannot be used any more."""
+        until = monotonic() + deadline
+        with suppress(RuntimeError):
+            while self._works and not self.broken:
+                self.wait(next(iter(self._works)), max(until - monotonic(), 0.001))
+        return not self.broken
+
+    def interrupt(self) -> None:
+        """End every wait on these links, here and on the peers; afterwards they are broken."""
+        self.broken = True
+        for peer in {rank for channel in self.channels for rank in (channel.source, channel.target)} - {self.rank}:
+            with suppress(RuntimeError):
+                self._time_out(peer)
+
+    def _time_out(self, peer: int) -> None:
+        nothing = torch.empty(1, dtype=torch.uint8)
+        self._gloo.recv([nothing], peer, len(self.channels)).wait(timedelta(milliseconds=1))
+
+    def thaw(self) -> None:
+        """Forget what was posted; the links are as new."""
+        self._count.clear()
+        self._longest.clear()
+        self._topped_up.clear()
+        self.frozen = False
+
+    def drop(self) -> None:
+        """Close the connections: gloo does so when the last Work and the group are forgotten."""
+        self.frozen = self.broken = True
+        self._works.clear()
+        self._gloo = None
+
+
+def pack_tally(tally: Tally) -> bytes:
+    return json.dumps(list(tally.items())).encode()
+
+
+def unpack_tally(text: bytes) -> Tally:
+    return {number: (count, longest) for number, (count, longest) in json.loads(text)}

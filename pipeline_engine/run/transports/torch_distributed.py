@@ -1,0 +1,285 @@
+"""A transport between processes: messages over gloo, and words about failures over wires of its own.
+
+Note [how a blocked rank wakes]
+A failure is written to the store (the first one wins) and told over the wires.  Every watchdog that hears of it
+freezes its links and tells its peers how much it has posted; the one behind tops up, so that every wait ends within
+milliseconds and the links stay whole.  Where that does not help for ``grace`` seconds (a peer is dead or stopped) the
+watchdog breaks its own links; the next settle builds new ones.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from threading import RLock, current_thread, main_thread
+from time import monotonic
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
+
+from pipeline_engine.errors import DeadlineError, TransportError, UsageError
+from pipeline_engine.plan.values import Channel
+from pipeline_engine.run.transports.base import Failure, Handle, Transport
+from pipeline_engine.run.transports.links import Links, Posted, pack_tally, unpack_tally
+from pipeline_engine.run.transports.wires import Kind, connect_wires
+from pipeline_engine.run.watchdog import LOST, Watchdog, pack_failure, unpack_failure
+
+WHOLE = b"whole"
+_SETTLED = 2**32 - 1  # the number of the exchange that ends an epoch
+_SECONDS_TO_HEAR_WHY = 0.5
+_SECONDS_TO_DRAIN = 10.0
+_constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
+
+
+class TorchTransport(Transport):
+    """One rank's end of the channels of a pipeline, over a gloo process group.
+
+    Making one is collective over the group.  Several may live side by side over one group.
+
+    Args:
+        process_group: its ranks are the pipeline's ranks; None for the default group.
+        timeout: seconds to wait for the other ranks to make theirs.
+        grace: seconds between a failure and the moment when a wait that has not ended by then is ended by force.
+
+    Raises:
+        UsageError: torch.distributed is not initialised, the group is not gloo, or this rank is not in it.
+        TransportError: another rank did not come.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None, *, timeout: float = 60.0, grace: float = 0.3) -> None:
+        group = _checked(process_group)
+        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._store = _own_store(group)
+        self._control = _own_connection(self._store)
+        self._lock = RLock()
+        self._links = Links(self.rank, (), None, self._lock)
+        self._generation = self._exchanges = 0
+        self._waiting_for: Channel | None = None
+        self._settling = False
+        wires = connect_wires(self._store, self.rank, self.num_ranks, timeout)
+        self._watchdog = Watchdog(self.rank, wires, self, grace)
+        self._watchdog.start()
+
+    # Data plane.
+
+    def open(self, channels: Sequence[Channel], *, deadline: float) -> None:
+        said = " ".join(map(str, channels))
+        for rank, word in enumerate(self.exchange(said.encode(), deadline=deadline)):
+            if word.decode() != said:
+                raise TransportError(f"rank {rank} opens channels [{word.decode()}], rank {self.rank} opens [{said}].")
+        self._build(tuple(channels), deadline)
+
+    def _build(self, channels: Sequence[Channel], deadline: float) -> None:
+        self._links.drop()
+        self._generation += 1
+        store = PrefixStore(f"links/{self._generation}", self._store)
+        try:
+            self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, deadline)
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank} could not connect to all {self.num_ranks} ranks: {error}"
+            ) from error
+
+    def send(self, channel: Channel, message: torch.Tensor) -> Handle:
+        return self._post(Posted(channel, message), self.rank == channel.source)
+
+    def receive(self, channel: Channel, num_bytes: int) -> Handle:
+        return self._post(Posted(channel, torch.empty(num_bytes, dtype=torch.uint8)), self.rank == channel.target)
+
+    def _post(self, message: Posted, right_end: bool) -> Posted:
+        if not right_end or message.channel not in self._links.channels:
+            raise TransportError(f"rank {self.rank} cannot use channel {message.channel} so; it did not open that end.")
+        self._links.post(message)
+        return message
+
+    def wait(self, handle: Handle, *, deadline: float) -> None:
+        assert isinstance(handle, Posted)
+        self._waiting_for = handle.channel  # before the look at the failure: the watchdog looks in the other order
+        try:
+            self._raise_failure()
+            if not handle.over:
+                self._wait_in_gloo(handle, deadline)
+            self._raise_failure()
+        finally:
+            self._waiting_for = None
+
+    def _wait_in_gloo(self, handle: Posted, deadline: float) -> None:
+        start = monotonic()
+        try:
+            with _ringing_on_ctrl_c(self._watchdog.doorbell):
+                self._links.wait(handle, deadline)
+        except RuntimeError as error:
+            peer = handle.channel.source + handle.channel.target - self.rank
+            if self.failure() is None and monotonic() - start >= deadline:
+                late = f"nothing moved on channel {handle.channel} within {deadline} seconds; waiting for rank {peer}."
+                self._links.why_broken = late
+                raise DeadlineError(late) from None
+            self._explain(peer, error)
+
+    def _explain(self, peer: int, error: RuntimeError) -> NoReturn:
+        """Raise the failure behind a lost connection: the one that is told soon, else ``peer`` is gone."""
+        if isinstance(error, TransportError):
+            raise error
+        self._watchdog.wait_until(lambda: bool(self.failure() or self._watchdog.gone(peer)), _SECONDS_TO_HEAR_WHY)
+        self.fail(self._watchdog.gone(peer) or Failure(peer, "an unknown action", LOST, ""))
+        self._raise_failure(error)
+        raise error
+
+    # Control plane.
+
+    def exchange(self, word: bytes, *, deadline: float) -> list[bytes]:
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        words = self._exchange(number, word, self.failure, "an exchange did not end", deadline)
+        self._watchdog.forget_words(number)
+        return words
+
+    def _exchange(
+        self, number: int, word: bytes, failure: Callable[[], Failure | None], late: str, deadline: float
+    ) -> list[bytes]:
+        words = self._watchdog.words(number)
+        self._watchdog.say_word(number, word)
+        self._hear_all(words, failure, late, deadline)
+        return [words[rank] for rank in range(self.num_ranks)]
+
+    def _hear_all(
+        self, heard: Mapping[int, bytes], failure: Callable[[], Failure | None], late: str, deadline: float
+    ) -> None:
+        """Wait until every rank is ``heard``; a ``failure``, or the end of one that was not, ends the wait early."""
+
+        def absent() -> list[int]:
+            return [rank for rank in range(self.num_ranks) if rank not in heard]
+
+        def lost() -> Failure | None:
+            return failure() or next(filter(None, map(self._watchdog.gone, absent())), None)
+
+        in_time = self._watchdog.wait_until(lambda: not absent() or lost() is not None, deadline)
+        if not (missing := absent()):
+            return
+        if in_time and (known := lost()) is not None:
+            raise known.as_error()
+        raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {', rank '.join(map(str, missing))}.")
+
+    def fail(self, failure: Failure) -> None:
+        with suppress(Exception):
+            if self.failure() is None:
+                first = self._first(failure)
+                self._watchdog.learn(first)
+                self._watchdog.tell_all(Kind.FAILURE, pack_failure(first))
+                self._balance()
+
+    def _first(self, failure: Failure) -> Failure:
+        """Of several ranks that fail at once the store tells everyone the same; without a store each is its own."""
+        with suppress(Exception):
+            key = f"failure/{self._watchdog.epoch}"
+            return unpack_failure(self._control.compare_set(key, "", pack_failure(failure).decode()))
+        return failure
+
+    def failure(self) -> Failure | None:
+        return self._watchdog.failure()
+
+    def _raise_failure(self, cause: BaseException | None = None) -> None:
+        if (failure := self.failure()) is not None:
+            raise failure.as_error() from cause
+
+    def settle(self, *, deadline: float) -> None:
+        self._settling = True
+        self._balance()
+        tallies = self._watchdog.tallies()
+        self._hear_all(tallies, lambda: None, "the channels did not settle", deadline)
+        self._balance()
+        word = WHOLE if self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) else b"broken"
+        words = self._exchange(_SETTLED, word, lambda: None, "the channels did not settle", deadline)
+        if any(word != WHOLE for word in words):
+            self._build(self._links.channels, deadline)
+        self._begin_epoch()
+        self._balance()
+
+    def _balance(self) -> None:
+        """End all waits softly, see Note [how a blocked rank wakes]; nothing happens while all is well."""
+        with self._lock:
+            if self.failure() is None and not self._settling:
+                return
+            if not self._links.frozen:
+                self._links.frozen = True
+                self._watchdog.tell_tallies(lambda peer: pack_tally(self._links.tally(peer)))
+            for peer, tally in list(self._watchdog.tallies().items()):
+                self._links.top_up(peer, unpack_tally(tally))
+
+    def _begin_epoch(self) -> None:
+        with self._lock:
+            if self.rank == 0:
+                with suppress(Exception):
+                    self._control.delete_key(f"failure/{self._watchdog.epoch}")
+            self._links.thaw()
+            self._exchanges = 0
+            self._settling = False
+            self._watchdog.begin_epoch()
+
+    def close(self) -> None:
+        self._watchdog.close()
+        self._links.drop()
+
+    # What the watchdog calls, from its thread.
+
+    def on_news(self) -> None:
+        self._balance()
+
+    def on_patience_lost(self) -> None:
+        if self._waiting_for is not None:
+            self._links.interrupt()
+
+    def on_interrupt(self) -> None:
+        if (channel := self._waiting_for) is not None:
+            self.fail(Failure(self.rank, f"a wait for channel {channel}", "KeyboardInterrupt", ""))
+
+
+@contextmanager
+def _ringing_on_ctrl_c(doorbell: int) -> Iterator[None]:
+    """Let Ctrl-C wake the watchdog: its own handler only runs when the wait in gloo has ended."""
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not handled or current_thread() is not main_thread():
+        yield
+        return
+    before = signal.set_wakeup_fd(doorbell, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+
+
+def _checked(group: ProcessGroup | None) -> ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group('gloo') on every rank."
+        )
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, ProcessGroup):
+        raise UsageError("this rank is not in the process group; make the transport on its members only.")
+    backends = str(c10d._world.pg_backend_config[group])
+    if "cpu:gloo" not in backends:
+        raise UsageError(
+            f"process group {group.group_name} uses {backends}; TorchTransport moves messages over gloo only. "
+            "Make a group with torch.distributed.new_group(backend='gloo') on every rank and pass that one."
+        )
+    return group
+
+
+def _own_store(group: ProcessGroup) -> Store:
+    """A part of the group's store for this transport alone; its number is the same on all ranks."""
+    name = group.group_name
+    _constructed[name] += 1
+    return PrefixStore(f"pipeline_engine/{name}/{_constructed[name]}", c10d._get_process_group_store(group))
+
+
+def _own_connection(store: Store) -> Store:
+    """Gloo may block in the group's connection while a failure has to be written."""
+    try:
+        clone: Store = store.clone()  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError):
+        return store  # a kind of store, or a version of torch, that knows no clone
+    return clone

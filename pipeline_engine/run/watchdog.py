@@ -1,0 +1,232 @@
+"""The watchdog: a thread that hears what other ranks say while the main thread computes or blocks.
+
+It knows the first failure of the present epoch (an epoch ends with each settle), the words of every exchange, how much
+each peer has posted, and who has left.  What to do about it is the business of its ``Master``.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import signal
+import socket
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from threading import Condition, Thread
+from time import monotonic
+from typing import Protocol
+
+from attrs import Factory, asdict, define, field
+
+from pipeline_engine.run.transports.base import Failure
+from pipeline_engine.run.transports.wires import Frame, Kind, Wire
+
+LOST = "its connection was lost"
+
+
+class Master(Protocol):
+    """Whom the watchdog calls, always from its own thread."""
+
+    def on_news(self) -> None:
+        """Something was heard."""
+
+    def fail(self, failure: Failure) -> None:
+        """The wire to a peer ended without a goodbye, or the watchdog itself cannot go on."""
+
+    def on_patience_lost(self) -> None:
+        """A failure has been known for ``grace`` seconds."""
+
+    def on_interrupt(self) -> None:
+        """Ctrl-C was pressed while ``doorbell`` was the wakeup descriptor of signals."""
+
+
+def pack_failure(failure: Failure) -> bytes:
+    return json.dumps(asdict(failure)).encode()
+
+
+def unpack_failure(text: bytes) -> Failure:
+    return Failure(**json.loads(text))
+
+
+@define(eq=False)
+class Watchdog:
+    """All that is heard is kept here; ``changed`` guards it and is notified."""
+
+    rank: int
+    _wires: Mapping[int, Wire]
+    _master: Master
+    grace: float = 0.3
+    changed: Condition = Factory(Condition)
+    epoch: int = 0
+    _left: dict[int, Failure] = Factory(dict)
+    _died: dict[int, Failure] = Factory(dict)
+    _failures: dict[int, Failure] = Factory(dict)
+    _words: dict[tuple[int, int], dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _tallies: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _alarm: float | None = None
+    _closed: bool = False
+    _selector: selectors.BaseSelector = Factory(selectors.DefaultSelector)
+    _bell: tuple[socket.socket, socket.socket] = Factory(socket.socketpair)
+    _thread: Thread = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        for peer, wire in self._wires.items():
+            self._selector.register(wire.socket, selectors.EVENT_READ, peer)
+        for end in self._bell:
+            end.setblocking(False)
+        self._selector.register(self._bell[0], selectors.EVENT_READ, None)
+
+    def start(self) -> None:
+        """Begin to listen; not earlier than the master can be called."""
+        self._thread = Thread(target=self._watch, name=f"watchdog of rank {self.rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def doorbell(self) -> int:
+        """A file descriptor: a byte written to it wakes the thread."""
+        return self._bell[1].fileno()
+
+    # What is known.
+
+    def failure(self) -> Failure | None:
+        return self._failures.get(self.epoch)
+
+    def gone(self, peer: int) -> Failure | None:
+        """How ``peer`` left or died; it will never say anything again."""
+        return self._died.get(peer) or self._left.get(peer)
+
+    def words(self, number: int) -> dict[int, bytes]:
+        """What was said in exchange ``number`` of this epoch, by rank, as far as it was heard."""
+        return self._words[self.epoch, number]
+
+    def forget_words(self, number: int) -> None:
+        self._words.pop((self.epoch, number), None)
+
+    def tallies(self) -> dict[int, bytes]:
+        """What each rank has posted in this epoch, as far as it was told."""
+        return self._tallies[self.epoch]
+
+    def wait_until(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Block until ``over``, at most ``seconds``; whether it is."""
+        with self.changed:
+            return self.changed.wait_for(over, min(seconds, 1e6))
+
+    # What this rank says.
+
+    def tell_all(self, kind: Kind, body: bytes, number: int = 0) -> None:
+        for wire in self._wires.values():
+            wire.send(Frame(kind, self.epoch, number, body))
+
+    def tell_tallies(self, tally_for: Callable[[int], bytes]) -> None:
+        """Tell each peer how much this rank has posted on the channels shared with it."""
+        with self.changed:
+            self.tallies()[self.rank] = tally_for(self.rank)
+        for peer, wire in self._wires.items():
+            wire.send(Frame(Kind.TALLY, self.epoch, 0, tally_for(peer)))
+
+    def learn(self, failure: Failure) -> None:
+        """Take ``failure`` for the first of this epoch, unless another one is known."""
+        with self.changed:
+            self._failures.setdefault(self.epoch, failure)
+            self._alarm = self._alarm or monotonic() + self.grace
+            self.changed.notify_all()
+        self._ring()
+
+    def say_word(self, number: int, word: bytes) -> None:
+        with self.changed:
+            self.words(number)[self.rank] = word
+        self.tell_all(Kind.WORD, word, number)
+
+    def begin_epoch(self) -> None:
+        """Forget this epoch; what ranks that are ahead have said of the next one stands."""
+        with self.changed:
+            self._failures.pop(self.epoch, None)
+            self._tallies.pop(self.epoch, None)
+            for key in [key for key in self._words if key[0] <= self.epoch]:
+                del self._words[key]
+            self.epoch += 1
+            if self._died:
+                self._failures[self.epoch] = next(iter(self._died.values()))
+            self._alarm = monotonic() + self.grace if self.failure() else None
+
+    def close(self) -> None:
+        """Say goodbye and end the thread."""
+        if self._closed:
+            return
+        self.tell_all(Kind.GOODBYE, b"")
+        self._closed = True
+        self._ring()
+        self._thread.join()
+
+    def _ring(self) -> None:
+        try:
+            self._bell[1].send(b"\0")
+        except OSError:
+            return  # the bell is full, so it rings already, or the thread has ended
+
+    # The thread.
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed:
+                self._round()
+        except Exception as error:  # if it died silently everyone might block
+            self._master.fail(Failure(self.rank, "its watch", repr(error), traceback.format_exc()))
+        for wire in self._wires.values():
+            wire.socket.close()
+        for end in self._bell:
+            end.close()
+        self._selector.close()
+
+    def _round(self) -> None:
+        """Hear everyone who has something to say, then act; what was said before a death counts before the death."""
+        ready = [key.data for key, _ in self._selector.select(self._patience())]
+        dead = [peer for peer in ready if peer is not None and self._hear(peer)]
+        rung = self._answer_bell() if None in ready else b""
+        if ready:
+            self._master.on_news()
+        for peer in dead:
+            self._master.fail(self._died[peer])
+        if signal.SIGINT in rung:
+            self._master.on_interrupt()
+        if self._alarm is not None and monotonic() >= self._alarm:
+            self._alarm = None
+            self._master.on_patience_lost()
+
+    def _patience(self) -> float | None:
+        alarm = self._alarm
+        return None if alarm is None else max(alarm - monotonic(), 0)
+
+    def _answer_bell(self) -> bytes:
+        try:
+            return self._bell[0].recv(4096)
+        except BlockingIOError:
+            return b""
+
+    def _hear(self, peer: int) -> bool:
+        """Take in what ``peer`` has said; True if it died."""
+        frames, ended = self._wires[peer].read()
+        if ended:
+            self._selector.unregister(self._wires[peer].socket)
+        with self.changed:
+            for frame in frames:
+                self._note(peer, frame)
+            if ended and peer not in self._left:
+                self._died[peer] = Failure(peer, "an unknown action", LOST, "")
+            self.changed.notify_all()
+        return peer in self._died
+
+    def _note(self, peer: int, frame: Frame) -> None:
+        if frame.kind is Kind.GOODBYE:
+            self._left[peer] = Failure(peer, "an unknown action", "it closed its transport", "")
+        elif frame.epoch < self.epoch:
+            return  # settled already
+        elif frame.kind is Kind.WORD:
+            self._words[frame.epoch, frame.number][peer] = frame.body
+        elif frame.kind is Kind.TALLY:
+            self._tallies[frame.epoch][peer] = frame.body
+        else:
+            self._failures.setdefault(frame.epoch, unpack_failure(frame.body))
+            if frame.epoch == self.epoch:
+                self._alarm = self._alarm or monotonic() + self.grace

@@ -1,0 +1,305 @@
+"""What tests of pipelines need: ranks as threads of one process, and a suite that every transport must pass."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread
+from time import monotonic
+from typing import Protocol, TypeVar
+
+import torch
+from attrs import Factory, define
+
+from pipeline_engine.errors import DeadlineError, PeerFailedError
+from pipeline_engine.plan.values import Channel
+from pipeline_engine.run.transports.base import Failure, Transport
+from pipeline_engine.run.transports.memory import MemoryTransport
+
+T = TypeVar("T")
+_DEADLINE = 20.0
+
+
+# Ranks as threads.
+
+
+@define(eq=False)
+class _Rank:
+    """One rank's thread and what became of it."""
+
+    transport: Transport
+    function: Callable[[Transport], object]
+    errors: list[BaseException]  # shared by all ranks, in the order in which they were raised
+    results: dict[int, object]  # shared by all ranks
+    thread: Thread = Factory(lambda self: Thread(target=self.run, daemon=True), takes_self=True)
+
+    def run(self) -> None:
+        rank = self.transport.rank
+        try:
+            self.results[rank] = self.function(self.transport)
+        except BaseException as error:
+            self.errors.append(error)
+            self.transport.fail(Failure(rank, "the function of run_ranks_in_threads", repr(error), ""))
+            self.transport.close()
+
+    def stack(self) -> str:
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        lines = traceback.format_stack(frame) if frame else ["  (ended)\n"]
+        return f"rank {self.transport.rank}:\n{''.join(lines)}"
+
+
+def run_ranks_in_threads(function: Callable[[Transport], T], num_ranks: int, timeout: float = 60.0) -> list[T]:
+    """Call ``function(transport)`` once per rank, each in a thread of its own, over ``MemoryTransport``.
+
+    Returns:
+        what the function returned, by rank.
+
+    Raises:
+        TimeoutError: a rank had not ended after ``timeout`` seconds; the message shows the stack of each.
+        BaseException: the first exception that a rank raised which is no PeerFailedError, else the first one.
+    """
+    errors: list[BaseException] = []
+    results: dict[int, T] = {}
+    ranks = [_Rank(transport, function, errors, results) for transport in MemoryTransport.connect(num_ranks)]  # type: ignore[arg-type]
+    until = monotonic() + timeout
+    for rank in ranks:
+        rank.thread.start()
+    for rank in ranks:
+        rank.thread.join(max(until - monotonic(), 0))
+    if any(rank.thread.is_alive() for rank in ranks):
+        errors.append(_hang(ranks, timeout))
+    for rank in ranks:
+        rank.transport.close()
+    for error in sorted(errors, key=lambda error: isinstance(error, PeerFailedError)):
+        raise error
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _hang(ranks: list[_Rank], timeout: float) -> TimeoutError:
+    stacks = "\n".join(rank.stack() for rank in ranks)
+    return TimeoutError(f"not all ranks ended within {timeout} seconds.\n{stacks}")
+
+
+# The conformance suite.
+
+
+class RunRanks(Protocol):
+    """Calls ``function(transport)`` on every rank of a new pipeline; ``function`` is picklable.
+
+    Raises what a rank raised; returns what they returned, by rank.
+    """
+
+    def __call__(self, function: Callable[[Transport], object], num_ranks: int) -> list[object]: ...
+
+
+def check_transport(run: RunRanks) -> None:
+    """Hold a transport to everything that ``Transport`` promises; each check is also usable alone (``CHECKS``)."""
+    for check, num_ranks in CHECKS.items():
+        run(check, num_ranks)
+
+
+_X, _Y, _BACK = Channel(0, 1, "x0"), Channel(0, 1, "y"), Channel(1, 0, "dx1")
+
+
+def _bytes(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def _all_pairs(num_ranks: int) -> list[Channel]:
+    ranks = range(num_ranks)
+    pairs = [Channel(source, target, "x0") for source in ranks for target in ranks if source != target]
+    return [*pairs, _Y, _BACK] if num_ranks > 1 else pairs
+
+
+def _open(transport: Transport) -> None:
+    transport.open(_all_pairs(transport.num_ranks), deadline=_DEADLINE)
+
+
+def _check_a_ring_works(transport: Transport) -> None:
+    """Every rank sends its number to the next one."""
+    rank, num_ranks = transport.rank, transport.num_ranks
+    before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+    received = transport.receive(Channel(before, rank, "x0"), 1)
+    sent = transport.send(Channel(rank, after, "x0"), _bytes(rank))
+    transport.wait(received, deadline=_DEADLINE)
+    transport.wait(sent, deadline=_DEADLINE)
+    assert received.buffer.tolist() == [before]
+
+
+def _raised(error: type[Exception], call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except error as raised:
+        return raised
+    raise AssertionError(f"{error.__name__} was not raised.")
+
+
+def check_messages_of_a_channel_keep_their_order(transport: Transport) -> None:
+    _open(transport)
+    if transport.rank == 0:
+        handles = [transport.send(_X, _bytes(number, number)) for number in range(50)]
+    else:
+        handles = [transport.receive(_X, 2) for _ in range(50)]
+    for number, handle in enumerate(handles):
+        transport.wait(handle, deadline=_DEADLINE)
+        assert handle.buffer.tolist() == [number, number]
+
+
+def check_channels_of_a_pair_are_independent(transport: Transport) -> None:
+    _open(transport)
+    if transport.rank == 0:
+        for handle in [transport.send(_X, _bytes(1)), transport.send(_Y, _bytes(2))]:
+            transport.wait(handle, deadline=_DEADLINE)
+    else:
+        for channel, expected in [(_Y, [2]), (_X, [1])]:
+            handle = transport.receive(channel, 1)
+            transport.wait(handle, deadline=_DEADLINE)
+            assert handle.buffer.tolist() == expected
+
+
+def check_a_short_message_fills_the_head_of_a_receive(transport: Transport) -> None:
+    _open(transport)
+    handle = transport.send(_X, _bytes(7, 8)) if transport.rank == 0 else transport.receive(_X, 1000)
+    transport.wait(handle, deadline=_DEADLINE)
+    assert handle.buffer[:2].tolist() == [7, 8]
+
+
+def check_both_ends_may_send_before_they_wait(transport: Transport) -> None:
+    _open(transport)
+    there, back = (_X, _BACK) if transport.rank == 0 else (_BACK, _X)
+    handles = [
+        transport.send(there, torch.full((1 << 20,), transport.rank, dtype=torch.uint8)),
+        transport.receive(back, 1 << 20),
+    ]
+    for handle in handles:
+        transport.wait(handle, deadline=_DEADLINE)
+    assert bool((handles[1].buffer == 1 - transport.rank).all())
+
+
+def check_a_send_without_receive_ends_at_its_deadline(transport: Transport) -> None:
+    _open(transport)
+    if transport.rank == 0:
+        handle = transport.send(_X, _bytes(1))
+        late = str(_raised(DeadlineError, lambda: transport.wait(handle, deadline=0.2)))
+        assert "x0:0>1" in late and "rank 1" in late and "0.2" in late, late
+    transport.settle(deadline=_DEADLINE)
+    _check_a_ring_works(transport)
+
+
+def check_an_exchange_gives_every_word_to_everyone(transport: Transport) -> None:
+    for turn in range(20):
+        words = transport.exchange(b"%d says %d" % (transport.rank, turn), deadline=_DEADLINE)
+        assert words == [b"%d says %d" % (rank, turn) for rank in range(transport.num_ranks)]
+
+
+def check_an_exchange_names_who_did_not_take_part(transport: Transport) -> None:
+    if transport.rank == 0:
+        late = str(_raised(DeadlineError, lambda: transport.exchange(b"", deadline=0.1)))
+        assert "rank 1" in late and "rank 2" in late and "rank 0" not in late, late
+    transport.settle(deadline=_DEADLINE)
+    check_an_exchange_gives_every_word_to_everyone(transport)
+
+
+def check_fail_wakes_blocked_receives(transport: Transport) -> None:
+    """Rank 0 fails, the others wait for each other; and again, for the failure must be forgotten."""
+    _open(transport)
+    for turn in range(5):
+        _fail_or_wait(transport, turn)
+        transport.settle(deadline=_DEADLINE)
+        _check_a_ring_works(transport)
+        with suppress(PeerFailedError):  # rank 0 may have heard everyone and fail while this rank still listens
+            transport.exchange(b"", deadline=_DEADLINE)
+
+
+def _fail_or_wait(transport: Transport, turn: int) -> None:
+    failure = Failure(0, f"0F{turn}", "ValueError: boom", "a traceback")
+    if transport.rank == 0:
+        transport.fail(failure)
+    else:
+        peer = turn % transport.num_ranks if turn % transport.num_ranks != transport.rank else 0
+        handle = transport.receive(Channel(peer, transport.rank, "x0"), 8)
+        told = _raised(PeerFailedError, lambda: transport.wait(handle, deadline=_DEADLINE))
+        assert isinstance(told, PeerFailedError) and told.doing == failure.doing, told
+    assert transport.failure() == failure
+
+
+def check_fail_wakes_a_receive_and_a_send_on_one_pair(transport: Transport) -> None:
+    """Two ranks wait for each other on two channels of one pair; only a third one can tell them."""
+    _open(transport)
+    if transport.rank == 2:
+        transport.fail(Failure(2, "2F0", "ValueError: boom", ""))
+    else:
+        handle = transport.send(_X, _bytes(1)) if transport.rank == 0 else transport.receive(_Y, 1)
+        _raised(PeerFailedError, lambda: transport.wait(handle, deadline=_DEADLINE))
+    transport.settle(deadline=_DEADLINE)
+    _check_a_ring_works(transport)
+
+
+def check_fail_wakes_a_blocked_exchange(transport: Transport) -> None:
+    if transport.rank == 1:
+        transport.fail(Failure(1, "1F0", "ValueError: boom", ""))
+    else:
+        _raised(PeerFailedError, lambda: transport.exchange(b"", deadline=_DEADLINE))
+    transport.settle(deadline=_DEADLINE)
+    check_an_exchange_gives_every_word_to_everyone(transport)
+
+
+def check_of_several_failures_everyone_knows_the_same(transport: Transport) -> None:
+    for turn in range(5):
+        transport.fail(Failure(transport.rank, f"action {turn}", "ValueError: boom", ""))
+        known = transport.failure()
+        transport.settle(deadline=_DEADLINE)
+        told = transport.exchange(repr(known).encode(), deadline=_DEADLINE)
+        assert len(set(told)) == 1 and f"action {turn}" in repr(known), told
+
+
+def check_settle_empties_channels_that_are_out_of_step(transport: Transport) -> None:
+    """As after an early leave: nobody failed, but one has sent and the other one posted too much."""
+    _open(transport)
+    if transport.rank == 0:
+        for size in (1, 100_000, 3):
+            transport.send(_X, torch.zeros(size, dtype=torch.uint8))
+    else:
+        for _ in range(4):
+            transport.receive(_Y, 10)
+    transport.settle(deadline=_DEADLINE)
+    _check_a_ring_works(transport)
+
+
+def check_a_rank_that_leaves_ends_the_waits_for_it(transport: Transport) -> None:
+    _open(transport)
+    if transport.rank == 1:
+        transport.close()
+        return
+    handle = transport.receive(_BACK, 1)
+    told = _raised(PeerFailedError, lambda: transport.wait(handle, deadline=_DEADLINE))
+    assert isinstance(told, PeerFailedError) and told.rank == 1 and "closed" in told.cause, told
+    _raised(PeerFailedError, lambda: transport.exchange(b"", deadline=_DEADLINE))
+
+
+def check_close_may_be_called_twice(transport: Transport) -> None:
+    _open(transport)
+    _check_a_ring_works(transport)
+    transport.exchange(b"", deadline=_DEADLINE)
+    transport.close()
+    transport.close()
+
+
+CHECKS: dict[Callable[[Transport], None], int] = {
+    check_messages_of_a_channel_keep_their_order: 2,
+    check_channels_of_a_pair_are_independent: 2,
+    check_a_short_message_fills_the_head_of_a_receive: 2,
+    check_both_ends_may_send_before_they_wait: 2,
+    check_a_send_without_receive_ends_at_its_deadline: 2,
+    check_an_exchange_gives_every_word_to_everyone: 3,
+    check_an_exchange_names_who_did_not_take_part: 3,
+    check_fail_wakes_blocked_receives: 3,
+    check_fail_wakes_a_receive_and_a_send_on_one_pair: 3,
+    check_fail_wakes_a_blocked_exchange: 3,
+    check_of_several_failures_everyone_knows_the_same: 3,
+    check_settle_empties_channels_that_are_out_of_step: 2,
+    check_a_rank_that_leaves_ends_the_waits_for_it: 2,
+    check_close_may_be_called_twice: 2,
+}
