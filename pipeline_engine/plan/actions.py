@@ -141,7 +141,10 @@ _STAGED: dict[str, Callable[[int, int], Compute]] = {verb.letter: verb for verb 
 _TO: dict[str, Callable[[Value, int], Action]] = {"send": Send, "sent": WaitSend}
 _FROM: dict[str, Callable[[Value, int], Action]] = {"post": PostRecv, "recv": WaitRecv}
 _HANDED: dict[str, Callable[[int], Action]] = {"publish": Publish, "yield": Yield}
-_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)|(send|sent):(.+)>(\d+)|(post|recv):(.+)<(\d+)|(publish|yield):y\[(\d+)\]")
+_PATTERN = re.compile(
+    r"(\d+)([FBIW])(\d+)|(send|sent):((?:d?x|y)\[.+)>(\d+)|(post|recv):((?:d?x|y)\[.+)<(\d+)|(publish|yield):y\[(\d+)\]",
+    re.ASCII,
+)
 
 
 def parse_action(text: str) -> Action:

@@ -86,7 +86,7 @@ class Replica:
 
     def skip(self, microbatch: int) -> None:
         """The caller wants no gradient for ``microbatch``."""
-        self.dropped.add(microbatch)
+        self._drop({microbatch})
 
     def finish(self) -> Batch:
         """The caller has asked for every item."""
@@ -105,10 +105,7 @@ class Replica:
     def drop_open(self) -> frozenset[int]:
         """Drop what was yielded and never given; returns which."""
         dropped = self.open
-        self.dropped |= dropped
-        for passed in self._passed:
-            for action in [action for action in passed if action.microbatch in dropped]:
-                del passed[action]
+        self._drop(dropped)
         return dropped
 
     def run_closed(self) -> Batch:
@@ -128,6 +125,12 @@ class Replica:
         """Nothing will be computed any more: wait for all that is on its way."""
         self._transfers.drain()
         return self._transfers.end_batch()
+
+    def _drop(self, microbatches: Collection[int]) -> None:
+        self.dropped |= set(microbatches)
+        for passed in self._passed:
+            for action in [action for action in passed if action.microbatch in microbatches]:
+                del passed[action]
 
     def _defer(self, wanted: str) -> None:
         if not self._blocking:

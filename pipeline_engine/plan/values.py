@@ -56,7 +56,7 @@ class OutputGrad:
 
 Value: TypeAlias = Activation | InputGrad | Output | OutputGrad
 
-_PATTERN = re.compile(r"(?:(d?x)\[(\d+),(\d+)\]|(d?y)\[(\d+)\])")
+_PATTERN = re.compile(r"(?:(d?x)\[(\d+),(\d+)\]|(d?y)\[(\d+)\])", re.ASCII)
 
 
 def parse_value(text: str) -> Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,7 @@ from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.schedules import build
 from pipeline_engine.plan.transfers import channels_of
+from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.agreement import agree
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.cargo import Cargo
@@ -89,6 +91,7 @@ class Pipeline:
         self._channels = channels_of(graph)
         self._gatekeeper = Gatekeeper()
         self._calls: list[Call] = []
+        self._sent_bytes: Counter[Channel] = Counter()
         self._count = 0
         self._unsettled = False
         self._is_closed = False
@@ -160,6 +163,11 @@ class Pipeline:
         self._agree("flush", {})
         self._end_calls("the pipeline was flushed")
 
+    @property
+    def bytes_per_channel(self) -> dict[str, int]:
+        """Bytes that this rank has sent so far, by channel: ``"x0:0>1"`` is stage 0's output from rank 0 to rank 1."""
+        return {str(channel): size for channel, size in self._sent_bytes.items()}
+
     def skip(self, item: Yielded) -> None:
         """Say on every rank that ``item`` gets no gradient, and free its memory."""
         self._check_open()
@@ -211,7 +219,7 @@ class Pipeline:
             graph=self._graph,
             stages=self._stages,
             microbatches=source,
-            mailbox=Mailbox.over(self._transport, self._deadline),
+            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes),
             channels=self._channels,
             differentiates=modes.differentiates,
         )

@@ -8,11 +8,11 @@ read in the order in which they were posted.
 from __future__ import annotations
 
 import traceback
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.values import Channel, Value, channel_of, continued
@@ -37,22 +37,20 @@ class Mailbox:
     Args:
         transport: moves the bytes.
         deadline: seconds for each single wait.
+        sent_bytes: how much was sent on each channel.
     """
 
     transport: Transport
     deadline: float
-    _letters: dict[Value, _Letter]
-    _unread: defaultdict[Channel, deque[_Letter]]
-    _sends: dict[tuple[Value, int], list[Handle]]
+    sent_bytes: Counter[Channel]
+    _letters: dict[Value, _Letter] = field(init=False, factory=dict)
+    _unread: defaultdict[Channel, deque[_Letter]] = field(init=False, factory=lambda: defaultdict(deque))
+    _sends: dict[tuple[Value, int], list[Handle]] = field(init=False, factory=dict)
 
-    @classmethod
-    def over(cls, transport: Transport, deadline: float) -> Mailbox:
-        """An empty mailbox."""
-        return cls(transport, deadline, {}, defaultdict(deque), {})
-
-    def send(self, value: Value, target: int, parts: Iterable[torch.Tensor]) -> None:
+    def send(self, value: Value, target: int, parts: Sequence[torch.Tensor]) -> None:
         """Start sending the parts of a message."""
         channel = channel_of(value, self.transport.rank, target)
+        self.sent_bytes[channel] += sum(part.numel() for part in parts)
         handles = [self.transport.send(way, part) for way, part in zip((channel, continued(channel)), parts)]  # noqa: B905
         self._sends[value, target] = handles
 

@@ -171,13 +171,20 @@ class Watchdog:
         try:
             while not self._closed:
                 self._round()
-        except Exception as error:  # if it died silently everyone might block
-            self._master.fail(Failure(self.rank, "its watch", repr(error), traceback.format_exc()))
+        except Exception as error:
+            self._give_up(Failure(self.rank, "its watch", repr(error), traceback.format_exc()))
         for wire in self._wires.values():
             wire.socket.close()
         for end in self._bell:
             end.close()
         self._selector.close()
+
+    def _give_up(self, failure: Failure) -> None:
+        """If the thread died silently everyone might block: nobody is reachable any more, and all are told."""
+        with self.changed:
+            self._died |= dict.fromkeys(self._wires, failure)
+            self.changed.notify_all()
+        self._master.fail(failure)
 
     def _round(self) -> None:
         """Hear everyone who has something to say, then act; what was said before a death counts before the death."""

@@ -8,8 +8,7 @@ Hard: a wait that times out closes all connections of its process group, which e
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from threading import RLock
@@ -29,11 +28,23 @@ Tally = dict[int, tuple[int, int]]  # by the channel's number: messages posted, 
 
 
 @define(eq=False)
+class End:
+    """This rank's end of one channel, and how much was posted there since the last settle."""
+
+    number: int  # the channel's number is its tag
+    peer: int
+    sending: bool
+    count: int = 0
+    longest: int = 0
+
+
+@define(eq=False)
 class Posted(Handle):
     """A send or a receive; its Work is in the table of ``Links``, so that nobody else keeps it alive."""
 
     channel: Channel
     buffer: torch.Tensor
+    end: End
     over: bool = False
 
 
@@ -45,14 +56,12 @@ class Links:
     channels: Sequence[Channel]
     _gloo: Any  # a ProcessGroupGloo, whose stub knows neither send nor recv
     _lock: RLock
+    ends: dict[Channel, End] = field(init=False)
     frozen: bool = field(default=False, init=False)
     broken: bool = field(default=False, init=False)
     why_broken: str = field(default="", init=False)
     _works: dict[Posted, Work] = field(factory=dict, init=False)
-    _count: Counter[Channel] = field(factory=Counter, init=False)
-    _longest: Counter[Channel] = field(factory=Counter, init=False)
     _topped_up: set[int] = field(factory=set, init=False)
-    _number: dict[Channel, int] = field(init=False)
 
     @classmethod
     def build(
@@ -63,11 +72,15 @@ class Links:
         options = gloo._Options()
         options._devices = [gloo.create_default_device()]
         options._threads = 1
-        options._timeout = timedelta(seconds=deadline)
+        options._timeout = timedelta(seconds=min(deadline, 1e6))
         return cls(rank, channels, gloo(store, rank, num_ranks, options), lock)
 
     def __attrs_post_init__(self) -> None:
-        self._number = {channel: number for number, channel in enumerate(self.channels)}
+        self.ends = {}
+        for number, channel in enumerate(self.channels):
+            if self.rank in (channel.source, channel.target):
+                peer = channel.source + channel.target - self.rank
+                self.ends[channel] = End(number, peer, sending=channel.source == self.rank)
 
     def post(self, message: Posted) -> None:
         """Start moving ``message``; if the links are frozen or broken, ``wait`` says so."""
@@ -76,19 +89,14 @@ class Links:
                 self._try_to_start(message)
 
     def _try_to_start(self, message: Posted) -> None:
+        end, buffer = message.end, message.buffer
+        end.count += 1
+        end.longest = max(end.longest, buffer.numel())
+        start = self._gloo.send if end.sending else self._gloo.recv
         try:
-            self._start(message)
+            self._works[message] = start([buffer], end.peer, end.number)
         except RuntimeError:
             self.broken = True
-
-    def _start(self, message: Posted) -> None:
-        channel, buffer = message.channel, message.buffer
-        self._count[channel] += 1
-        self._longest[channel] = max(self._longest[channel], buffer.numel())
-        if channel.source == self.rank:
-            self._works[message] = self._gloo.send([buffer], channel.target, self._number[channel])
-        else:
-            self._works[message] = self._gloo.recv([buffer], channel.source, self._number[channel])
 
     def wait(self, message: Posted, deadline: float) -> None:
         """Block in gloo.
@@ -99,14 +107,17 @@ class Links:
         """
         if message not in self._works:
             self._refuse(message)
+        self._finish(message, deadline)
+        message.over = True
+
+    def _finish(self, message: Posted, deadline: float) -> None:
         try:
             self._works[message].wait(timedelta(seconds=min(deadline, 1e6)))
-        except RuntimeError as error:
+        except BaseException as error:  # after Ctrl-C nobody knows whether the Work was waited for; twice is for ever
             self.broken = True
-            if self.why_broken:
+            if self.why_broken and isinstance(error, RuntimeError):
                 self._refuse(message)
-            raise error
-        message.over = True
+            raise
         del self._works[message]
 
     def _refuse(self, message: Posted) -> NoReturn:
@@ -117,26 +128,26 @@ class Links:
 
     def tally(self, peer: int) -> Tally:
         """What was posted on the channels shared with ``peer``; final once frozen."""
-        shared = [channel for channel in self.channels if {channel.source, channel.target} == {self.rank, peer}]
-        return {self._number[channel]: (self._count[channel], self._longest[channel]) for channel in shared}
+        return {end.number: (end.count, end.longest) for end in self.ends.values() if end.peer == peer}
 
-    def top_up(self, peer: int, tally: Mapping[int, tuple[int, int]]) -> None:
+    def top_up(self, peer: int, tally: Tally) -> None:
         """Post what this rank is behind ``peer``, once: one byte per send, enough room per receive."""
         if peer in self._topped_up:
             return
         self._topped_up.add(peer)
         for number, (count, longest) in tally.items():
             channel = self.channels[number]
-            size = 1 if channel.source == self.rank else longest
-            for _ in range(count - self._count[channel]):
-                self._try_to_start(Posted(channel, torch.zeros(size, dtype=torch.uint8)))
+            end = self.ends[channel]
+            for _ in range(count - end.count):
+                buffer = torch.zeros(1 if end.sending else longest, dtype=torch.uint8)
+                self._try_to_start(Posted(channel, buffer, end))
 
     def drain(self, deadline: float) -> bool:
         """Wait for everything that is posted; False if the links cannot be used any more."""
         until = monotonic() + deadline
         with suppress(RuntimeError):
             while self._works and not self.broken:
-                self.wait(next(iter(self._works)), max(until - monotonic(), 0.001))
+                self._finish(next(iter(self._works)), max(until - monotonic(), 0.001))
         return not self.broken
 
     def interrupt(self) -> None:
@@ -152,8 +163,8 @@ class Links:
 
     def thaw(self) -> None:
         """Forget what was posted; the links are as new."""
-        self._count.clear()
-        self._longest.clear()
+        for end in self.ends.values():
+            end.count = end.longest = 0
         self._topped_up.clear()
         self.frozen = False
 

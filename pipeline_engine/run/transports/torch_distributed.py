@@ -13,7 +13,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from threading import RLock, current_thread, main_thread
+from threading import RLock, Thread, current_thread, main_thread
 from time import monotonic
 from typing import NoReturn
 
@@ -31,8 +31,10 @@ from pipeline_engine.run.watchdog import LOST, Watchdog, pack_failure, unpack_fa
 
 WHOLE = b"whole"
 _SETTLED = 2**32 - 1  # the number of the exchange that ends an epoch
+_BUILT = 2**32 - 2  # of the exchange after which all links stand
 _SECONDS_TO_HEAR_WHY = 0.5
 _SECONDS_TO_DRAIN = 10.0
+_SECONDS_FOR_THE_STORE = 0.3
 _constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
 
 
@@ -60,7 +62,7 @@ class TorchTransport(Transport):
         self._links = Links(self.rank, (), None, self._lock)
         self._generation = self._exchanges = 0
         self._waiting_for: Channel | None = None
-        self._settling = False
+        self._settling = self._settled = False
         wires = connect_wires(self._store, self.rank, self.num_ranks, timeout)
         self._watchdog = Watchdog(self.rank, wires, self, grace)
         self._watchdog.start()
@@ -72,28 +74,34 @@ class TorchTransport(Transport):
         for rank, word in enumerate(self.exchange(said.encode(), deadline=deadline)):
             if word.decode() != said:
                 raise TransportError(f"rank {rank} opens channels [{word.decode()}], rank {self.rank} opens [{said}].")
-        self._build(tuple(channels), deadline)
+        self._build(tuple(channels), self.failure, deadline)
 
-    def _build(self, channels: Sequence[Channel], deadline: float) -> None:
-        self._links.drop()
+    def _build(self, channels: Sequence[Channel], failure: Callable[[], Failure | None], deadline: float) -> None:
         self._generation += 1
-        store = PrefixStore(f"links/{self._generation}", self._store)
         try:
-            self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, deadline)
+            with self._lock:  # the watchdog must not top up links that are half built
+                self._links.drop()
+                store = PrefixStore(f"links/{self._generation}", self._store)
+                self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, deadline)
         except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank} could not connect to all {self.num_ranks} ranks: {error}"
-            ) from error
+            self._watchdog.wait_until(lambda: self.failure() is not None, _SECONDS_TO_HEAR_WHY)
+            self._raise_failure(error)
+            raise TransportError(f"rank {self.rank} could not connect to all other ranks: {error}") from error
+        self._exchange(_BUILT, b"", failure, "the channels were not built", deadline)
+        self._watchdog.forget_words(_BUILT)
 
     def send(self, channel: Channel, message: torch.Tensor) -> Handle:
-        return self._post(Posted(channel, message), self.rank == channel.source)
+        return self._post(channel, message, sending=True)
 
     def receive(self, channel: Channel, num_bytes: int) -> Handle:
-        return self._post(Posted(channel, torch.empty(num_bytes, dtype=torch.uint8)), self.rank == channel.target)
+        return self._post(channel, torch.empty(num_bytes, dtype=torch.uint8), sending=False)
 
-    def _post(self, message: Posted, right_end: bool) -> Posted:
-        if not right_end or message.channel not in self._links.channels:
-            raise TransportError(f"rank {self.rank} cannot use channel {message.channel} so; it did not open that end.")
+    def _post(self, channel: Channel, buffer: torch.Tensor, *, sending: bool) -> Posted:
+        end = self._links.ends.get(channel)
+        if end is None or end.sending is not sending:
+            verb = "send" if sending else "receive"
+            raise TransportError(f"rank {self.rank} cannot {verb} on channel {channel}, which it did not open.")
+        message = Posted(channel, buffer, end)
         self._links.post(message)
         return message
 
@@ -114,7 +122,7 @@ class TorchTransport(Transport):
             with _ringing_on_ctrl_c(self._watchdog.doorbell):
                 self._links.wait(handle, deadline)
         except RuntimeError as error:
-            peer = handle.channel.source + handle.channel.target - self.rank
+            peer = handle.end.peer
             if self.failure() is None and monotonic() - start >= deadline:
                 late = f"nothing moved on channel {handle.channel} within {deadline} seconds; waiting for rank {peer}."
                 self._links.why_broken = late
@@ -173,11 +181,17 @@ class TorchTransport(Transport):
                 self._balance()
 
     def _first(self, failure: Failure) -> Failure:
-        """Of several ranks that fail at once the store tells everyone the same; without a store each is its own."""
-        with suppress(Exception):
-            key = f"failure/{self._watchdog.epoch}"
-            return unpack_failure(self._control.compare_set(key, "", pack_failure(failure).decode()))
-        return failure
+        """Of several failures at once the store tells everyone the same one; nobody waits long for a store that is gone."""
+        key, text, answers = f"failure/{self._watchdog.epoch}", pack_failure(failure).decode(), list[bytes]()
+
+        def ask() -> None:
+            with suppress(Exception):
+                answers.append(self._control.compare_set(key, "", text))
+
+        asking = Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_SECONDS_FOR_THE_STORE)
+        return unpack_failure(answers[0]) if answers else failure
 
     def failure(self) -> Failure | None:
         return self._watchdog.failure()
@@ -194,15 +208,16 @@ class TorchTransport(Transport):
         self._balance()
         word = WHOLE if self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) else b"broken"
         words = self._exchange(_SETTLED, word, lambda: None, "the channels did not settle", deadline)
+        self._settled = True
         if any(word != WHOLE for word in words):
-            self._build(self._links.channels, deadline)
+            self._build(self._links.channels, lambda: None, deadline)
         self._begin_epoch()
         self._balance()
 
     def _balance(self) -> None:
         """End all waits softly, see Note [how a blocked rank wakes]; nothing happens while all is well."""
         with self._lock:
-            if self.failure() is None and not self._settling:
+            if self._settled or (self.failure() is None and not self._settling):
                 return
             if not self._links.frozen:
                 self._links.frozen = True
@@ -217,7 +232,7 @@ class TorchTransport(Transport):
                     self._control.delete_key(f"failure/{self._watchdog.epoch}")
             self._links.thaw()
             self._exchanges = 0
-            self._settling = False
+            self._settling = self._settled = False
             self._watchdog.begin_epoch()
 
     def close(self) -> None:

@@ -1,0 +1,241 @@
+"""The canary: a real Megatron GPT, cut over processes, must train as it does in one process.
+
+One training run through TrainerRank's public API, done twice: over pipeline stages, and on one stage.  What both
+runs saw is compared, value by value.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch
+from megatron.core import parallel_state
+
+import pipeline_engine as pe
+from pipeline_engine.launch import run_ranks
+
+from .compat import slot_parameters_by_name
+from .records import tensors_of
+from .requests import AdamParams, ForwardInput, ForwardOutput
+from .runtime import language_model
+from .tiny_gpt import Cut, Shape, adapter, build_runtime, licence_text_inputs, named_globally
+from .topology import Topology, check_sizes
+from .trainer import TrainerRank
+
+ITEMS = 8
+"""Top-level items of one step, of two sequences each."""
+MEMORY_BUDGET = 12_000_000
+"""Bytes that a window's estimate may reach: one or two items, so that a step has several windows."""
+SLOT = "policy"
+LEARNING_RATE = 1e-2
+
+
+@attrs.frozen
+class Plan:
+    """What the canary runs.
+
+    Attributes:
+        pp, dp, tp, virtual: pipeline stages, data-parallel and tensor-parallel ranks, chunks per rank.
+        schedule: a name of ``pipeline_engine.SCHEDULES``.
+        steps: optimizer steps.
+        timeout: seconds for each of the two runs.
+    """
+
+    pp: int = 2
+    dp: int = 1
+    tp: int = 1
+    virtual: int = 1
+    schedule: str = "1f1b"
+    steps: int = 3
+    timeout: float = 120.0
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the pipelined run."""
+        return self.pp * self.dp * self.tp
+
+    def on_one_stage(self) -> Plan:
+        """The matched reference."""
+        return attrs.evolve(self, pp=1, virtual=1)
+
+
+def run(plan: Plan) -> list[Seen]:
+    """Run the training in ``plan.ranks`` processes; what each rank saw, by rank.
+
+    Raises:
+        RuntimeError: a rank raised or died.
+        TimeoutError: it took longer than ``plan.timeout`` seconds.
+    """
+    return [pickle.loads(seen) for seen in run_ranks(train, plan.ranks, plan, timeout=plan.timeout)]
+
+
+def train(rank: int, plan: Plan) -> bytes:
+    """One rank's training run; what it saw, pickled."""
+    runtime = build_runtime(cut=Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual))
+    trainer = TrainerRank(runtime, schedule=plan.schedule, memory_budget_bytes=MEMORY_BUDGET)
+    trainer.load_checkpoint_slot(SLOT, adapter(runtime.provider), alpha=8.0)
+    trainer.set_checkpoint(SLOT)
+    head = trainer.module("value", lambda: _value_head(trainer.hidden_size))
+    watch = Watch.over(trainer)
+    started = time.perf_counter()
+    steps = [_step(trainer, head, step) for step in range(plan.steps)]
+    seconds = time.perf_counter() - started
+    seen = Seen(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        steps=steps,
+        seconds=seconds,
+        weights={name: p.numel() for name, p in (*named_globally(runtime.model[0]), *slot_parameters_by_name(trainer))},
+        bytes_per_channel=trainer.stages.pipeline.bytes_per_channel if plan.pp > 1 else {},
+        peak_in_flight=watch.peak,
+        num_windows=max(int(step["windows"]["number"]) for step in steps),
+    )
+    return pickle.dumps(seen)
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        stage, dp_rank: where it stands.
+        steps: for each optimizer step, tensors by name of the check and then by name or place.
+        seconds: for all steps.
+        weights: number of elements of each parameter that this rank holds, by its name in the whole model.
+        bytes_per_channel: payload that this rank sent.
+        peak_in_flight: largest number of decoder graphs that were alive on this rank at once.
+        num_windows: largest number of windows of one step, each one microbatch.
+    """
+
+    stage: int
+    dp_rank: int
+    steps: list[dict[str, dict[str, torch.Tensor]]]
+    seconds: float
+    weights: dict[str, int]
+    bytes_per_channel: dict[str, int]
+    peak_in_flight: int
+    num_windows: int
+
+
+class Watch:
+    """Counts the decoder graphs of a trainer that are alive, from inside its stage.
+
+    Each decoder output saves an empty marker for its backward; autograd lets go of it when the graph is freed.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._markers: list[weakref.ref[torch.Tensor]] = []
+
+    @classmethod
+    def over(cls, trainer: Any) -> Watch:
+        """Watch the decoder of this trainer from now on."""
+        watch = cls()
+        language_model(trainer.runtime.model[0]).decoder.register_forward_hook(watch._mark)
+        return watch
+
+    def _mark(self, decoder: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+        if not hidden.requires_grad:
+            return hidden
+        marker = torch.empty(0)
+        self._markers = [known for known in self._markers if known() is not None] + [weakref.ref(marker)]
+        self.peak = max(self.peak, len(self._markers))
+        marked: torch.Tensor = _Marked.apply(hidden, marker)  # type: ignore[no-untyped-call]
+        return marked
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, marker: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(marker)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def _step(trainer: Any, head: torch.nn.Module, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """One optimizer step, as an experiment would write it."""
+    seen: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "loss": {}}
+    total, windows = torch.zeros(()), 0
+    for window in trainer.forward_micro_batches(_inputs(step)):
+        windows += 1
+        losses = [_loss(item, head) for item in window.outputs]
+        for index, item, loss in zip(window.indices, window.outputs, losses, strict=True):
+            seen["outputs"] |= {f"{index}/{name}": value for name, value in _named_outputs(item)}
+            seen["loss"][str(index)] = loss.detach().clone()
+        if losses:
+            loss = torch.stack(losses).sum() / ITEMS
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+    trainer.dp_reduce(total)
+    seen["dp_reduce"] = {"sum of losses": total}
+    seen["windows"] = {"number": torch.tensor(windows)}
+    seen["model gradients"] = {name: _grad(p) for name, p in slot_parameters_by_name(trainer)}
+    seen["head gradients"] = {name: _grad(p) for name, p in head.named_parameters()}
+    result = trainer.optim_step(params=AdamParams(learning_rate=LEARNING_RATE))
+    seen["gradient norm"] = {"before clipping": torch.tensor(result["grad_norm"], dtype=torch.float64)}
+    seen["parameters"] = {name: p.detach().clone() for name, p in slot_parameters_by_name(trainer)}
+    seen["head parameters"] = {name: p.detach().clone() for name, p in head.named_parameters()}
+    return seen
+
+
+def _inputs(step: int) -> list[list[ForwardInput]]:
+    """Top-level items of two sequences each, of different lengths, which ask for different things."""
+    wants: list[dict[str, Any]] = [{}, {"top_k": 5}, {"logits": True}, {"top_k": 3, "logits": True}]
+    sequences = licence_text_inputs(2 * ITEMS * (step + 1), shared_prefix=12, hidden_states=True)[-2 * ITEMS :]
+    asked = [attrs.evolve(sequence, **wants[place % 4]) for place, sequence in enumerate(sequences)]
+    return [asked[place : place + 2] for place in range(0, len(asked), 2)]
+
+
+def _loss(item: list[ForwardOutput], head: torch.nn.Module) -> torch.Tensor:
+    """A policy loss, a value loss on the custom head, and terms that reach every other output."""
+    total = torch.zeros(())
+    for place, output in enumerate(item):
+        assert output.target_logprobs is not None and output.hidden_states is not None
+        advantage = torch.linspace(1.0, 0.5, len(output.target_logprobs))
+        total = total - (advantage * output.target_logprobs).mean()
+        total = total + 0.1 * (head(output.hidden_states).squeeze(-1) - 0.1 * place).square().mean()
+        if output.logits is not None:
+            total = total + 0.01 * output.logits.float().logsumexp(-1).mean()
+        if output.top_k is not None:
+            total = total - 0.01 * output.top_k.logprobs[:, 0].mean()
+    return total
+
+
+def _value_head(hidden_size: int) -> torch.nn.Module:
+    head = torch.nn.Linear(hidden_size, 1)
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-0.1, 0.1, hidden_size)[None])
+        head.bias.zero_()
+    return head
+
+
+def _named_outputs(item: list[ForwardOutput]) -> Iterator[tuple[str, torch.Tensor]]:
+    names = ("target_logprobs", "top_k.logprobs", "top_k.tokens", "logits", "hidden_states")
+    for place, output in enumerate(item):
+        for name, value in zip(names, tensors_of(output), strict=True):
+            if value is not None:
+                yield f"{place}/{name}", value.detach().clone()
+
+
+def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what cannot run before any process starts.
+
+    Raises:
+        ValueError: an unknown schedule, or more stages than layers.
+        UnsupportedTopologyError: a combination of parallel sizes that a pipelined trainer refuses.
+    """
+    Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual).counts(Shape().layers)
+    pe.build(plan.schedule, pe.StageGraph.chain(plan.pp, plan.pp), num_microbatches=1)
+    check_sizes(Topology(plan.pp, plan.tp, context=1, expert=1, chunks=plan.virtual))

@@ -1,0 +1,34 @@
+"""Gradients over the stages of a pipeline: a LoRA parameter lives on one stage, a custom head on all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from .compat import HEAD_PARAMETER
+
+
+def is_head(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter belongs to a custom head, of which every stage has a replica."""
+    return bool(getattr(parameter, HEAD_PARAMETER, False))
+
+
+def take_from_last_stage(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Give every stage the last stage's gradients of the custom heads, in place.
+
+    The callers of all stages compute the same loss; taking one stage's word for it keeps the replicas equal to the
+    last bit even if a device or a library rounds differently on another.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    for parameter in parameters:
+        if is_head(parameter) and parameter.grad is not None:
+            dist.broadcast(parameter.grad, src=source, group=group)
+
+
+def counts_here(parameter: torch.nn.Parameter) -> bool:
+    """Whether this stage is the one that counts the parameter in the gradient norm."""
+    return not is_head(parameter) or parallel_state.is_pipeline_last_stage()

@@ -1,0 +1,122 @@
+"""Which combinations of parallel sizes a pipelined trainer runs, as data, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from megatron.core import parallel_state
+
+
+class UnsupportedTopologyError(NotImplementedError):
+    """A combination of parallel sizes that cannot run; the message says why and what to use instead."""
+
+
+@attrs.frozen
+class Support:
+    """One row of the table.
+
+    Attributes:
+        combination: how it is spoken of.
+        supported: whether it runs.
+        reason: what is known of it.
+        cure: what to do if it does not run.
+    """
+
+    combination: str
+    supported: bool
+    reason: str
+    cure: str
+
+
+SUPPORT: dict[str, Support] = {
+    "pp": Support("PP > 1, one chunk per rank", True, "run on CPU with gloo; not run on a GPU", ""),
+    "pp+dp": Support("PP > 1 with DP > 1", True, "run on CPU with gloo; not run on a GPU", ""),
+    "pp+tp": Support(
+        "PP > 1 with TP > 1",
+        False,
+        "agreements on memory and custom heads do not span tensor-parallel ranks of several stages yet",
+        "use TP=1, or PP=1",
+    ),
+    "pp+cp": Support("PP > 1 with CP > 1", False, "not written yet", "use CP=1, or PP=1"),
+    "pp+ep": Support("PP > 1 with EP > 1", False, "expert gradients across stages are not written yet", "use EP=1"),
+    "virtual": Support(
+        "several local chunks (len(runtime.model) > 1)",
+        False,
+        "interleaved stages are not written yet",
+        "build the model without virtual stages",
+    ),
+    "recompute": Support(
+        "PP > 1 with activation recomputation",
+        False,
+        "a recomputed forward runs inside backward, without the selected slot",
+        "set recompute_granularity=None",
+    ),
+    "tied": Support(
+        "PP > 1 with tied embeddings",
+        False,
+        "the gradients of the two copies on the first and last stage are not added up yet",
+        "set share_embeddings_and_output_weights=False",
+    ),
+}
+
+
+@attrs.frozen
+class Topology:
+    """Parallel sizes of the world, and how many chunks this rank has."""
+
+    pipeline: int
+    tensor: int
+    context: int
+    expert: int
+    chunks: int
+
+    @classmethod
+    def of(cls, runtime: Any) -> Topology:
+        """What Megatron's parallel state and the runtime say."""
+        return cls(
+            pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+            tensor=parallel_state.get_tensor_model_parallel_world_size(),
+            context=parallel_state.get_context_parallel_world_size(),
+            expert=parallel_state.get_expert_model_parallel_world_size(),
+            chunks=len(runtime.model),
+        )
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.pipeline > 1 or self.chunks > 1
+
+
+def check_supported(topology: Topology, runtime: Any) -> None:
+    """Refuse a pipelined combination that cannot run, before any rank talks to another about it.
+
+    Raises:
+        UnsupportedTopologyError: with the reason and the cure.
+    """
+    check_sizes(topology)
+    if getattr(runtime.provider, "recompute_granularity", None) is not None:
+        _refuse("recompute")
+    if any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in runtime.model):
+        _refuse("tied")
+
+
+def check_sizes(topology: Topology) -> None:
+    """The part of ``check_supported`` that needs no model."""
+    if not topology.is_pipelined:
+        return
+    sizes = {
+        "virtual": topology.chunks,
+        "pp+tp": topology.tensor,
+        "pp+cp": topology.context,
+        "pp+ep": topology.expert,
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            _refuse(name)
+
+
+def _refuse(name: str) -> None:
+    row = SUPPORT[name]
+    if not row.supported:
+        raise UnsupportedTopologyError(f"{row.combination} is not supported: {row.reason}; {row.cure}.")

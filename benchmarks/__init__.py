@@ -1,0 +1,1 @@
+"""One page (markdown) and one module per claim about speed."""
