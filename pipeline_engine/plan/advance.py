@@ -10,6 +10,8 @@ them: the result is a pure function of the history, the same on all ranks.
                microbatch that blocks, and advance again
     give(ks)   a backward call of the caller has ended: advance over backwards only, since no forward may run inside
                it; what was passed over comes first
+    give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
+    invalidate the caller changed what forwards depend on: those that ran ahead are run again when they are asked for
     skip(k)    the caller wants no gradient for k
     finish     the items are exhausted: pass over whatever blocks until nothing does
     close(n)   the caller left after n items: what was not yielded is dropped, what was given is finished
@@ -21,7 +23,7 @@ Each event returns a ``Batch``: for every rank the actions that it adds, transfe
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import BACKWARD, Action, Compute, Forward, makes, needs
@@ -47,6 +49,7 @@ class Replica:
         self._programs = [[a for a in program if isinstance(a, (Forward, *BACKWARD))] for program in schedule.programs]
         self._next = [0 for _ in self._programs]
         self._passed: list[dict[Compute, None]] = [{} for _ in self._programs]
+        self._again: list[list[Compute]] = [[] for _ in self._programs]
         self._made: set[Value] = set()
         self._transfers = Transfers(self.graph, hand_out=hand_out)
         self.yielded: set[int] = set()
@@ -64,7 +67,7 @@ class Replica:
     @property
     def is_done(self) -> bool:
         """Whether every program has been performed or dropped to its end."""
-        return not any(self._head(rank) or self._passed[rank] for rank in range(len(self._programs)))
+        return not any(self._left(rank) for rank in range(len(self._programs)))
 
     def ask(self, microbatch: int) -> Batch:
         """The caller wants the output of ``microbatch``."""
@@ -82,6 +85,27 @@ class Replica:
         self.given |= set(microbatches)
         self._made |= {OutputGrad(m) for m in microbatches}
         self._advance(forwards=False)
+        return self._transfers.end_batch()
+
+    def give_again(self, microbatches: Collection[int]) -> Batch:
+        """A second backward call has reached the gates of microbatches whose graphs were retained.
+
+        Raises:
+            ScheduleError: the first one's backwards have not all been performed yet.
+        """
+        wanted = set(microbatches)
+        if any(action.microbatch in wanted for rank in range(len(self._programs)) for action in self._left(rank)):
+            raise ScheduleError(f"the backwards of microbatches {sorted(wanted)} have not all been performed yet.")
+        self._repeat(lambda action: isinstance(action, BACKWARD) and action.microbatch in wanted)
+        self._advance(forwards=False)
+        return self._transfers.end_batch()
+
+    def invalidate(self) -> Batch:
+        """What ran ahead of the caller is stale: forget it, and run it again when he asks for it."""
+        done = [set(program) - set(self._left(rank)) for rank, program in enumerate(self._programs)]
+        settled = self.yielded | self.dropped
+        ahead = {a for actions in done for a in actions if isinstance(a, Forward) and a.microbatch not in settled}
+        self._repeat(lambda action: action in ahead)
         return self._transfers.end_batch()
 
     def skip(self, microbatch: int) -> None:
@@ -132,6 +156,20 @@ class Replica:
             for action in [action for action in passed if action.microbatch in microbatches]:
                 del passed[action]
 
+    def _left(self, rank: int) -> list[Compute]:
+        """What the rank has not performed yet, apart from what was dropped."""
+        actions = (*self._again[rank], *self._passed[rank], *self._programs[rank][self._next[rank] :])
+        return [action for action in actions if action.microbatch not in self.dropped]
+
+    def _repeat(self, is_repeated: Callable[[Compute], bool]) -> None:
+        """Have actions that were performed performed once more, before all others."""
+        repeated = [[action for action in program if is_repeated(action)] for program in self._programs]
+        remade = {value for actions in repeated for action in actions for value in makes(action)}
+        self._made -= remade
+        self._transfers.forget(remade)
+        for again, actions in zip(self._again, repeated, strict=True):
+            again[:] = dict.fromkeys((*again, *actions))
+
     def _defer(self, wanted: str) -> None:
         if not self._blocking:
             raise ScheduleError(f"schedule {self.schedule.name!r} cannot reach {wanted}:\n{self._stuck()}")
@@ -149,6 +187,9 @@ class Replica:
 
     def _head(self, rank: int) -> Compute | None:
         """The first action of ``rank`` that is left, those passed over first once their gradient is given."""
+        for action in self._again[rank]:
+            if action.microbatch not in self.dropped:
+                return action
         for action in self._passed[rank]:
             if action.microbatch in self.given:
                 return action
@@ -180,7 +221,9 @@ class Replica:
         return all(value in self._made for value in needs(action, self.graph))
 
     def _take(self, rank: int, action: Compute) -> None:
-        if action in self._passed[rank]:
+        if action in self._again[rank]:
+            self._again[rank].remove(action)
+        elif action in self._passed[rank]:
             del self._passed[rank][action]
         else:
             self._next[rank] += 1

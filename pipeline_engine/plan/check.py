@@ -42,7 +42,7 @@ from pipeline_engine.plan.actions import (
 )
 from pipeline_engine.plan.advance import lower
 from pipeline_engine.plan.schedule import Schedule
-from pipeline_engine.plan.values import Channel, Value, channel_of
+from pipeline_engine.plan.values import Channel, Output, Value, channel_of
 
 
 def check(schedule: Schedule) -> None:
@@ -59,6 +59,7 @@ def check(schedule: Schedule) -> None:
     if not schedule.is_lowered:
         _Machine(schedule, gated=False).run()
     lowered = lower(schedule)
+    check_hand_out(lowered)
     check_pairs(lowered)
     check_channel_order(lowered)
     _Machine(lowered, gated=True).run()
@@ -101,6 +102,20 @@ def _check_backward(stage: int, m: int, counts: Counter[Compute]) -> None:
             f"stage {stage}, microbatch {m}: {whole} x B, {first} x I, {second} x W; "
             "a backward is performed once, whole or as an I and a W."
         )
+
+
+def check_hand_out(schedule: Schedule) -> None:
+    """Law 7, first part: each output is handed out once on every rank that outputs reach."""
+    if not schedule.is_lowered:
+        return
+    travels = any(isinstance(a, Send) and isinstance(a.value, Output) for _, _, a in _steps(schedule.programs))
+    for rank in range(schedule.graph.num_ranks) if travels else [schedule.graph.rank_of[schedule.graph.last_stage]]:
+        counts = Counter(action for action in schedule.programs[rank] if isinstance(action, Yield))
+        for action in (Yield(m) for m in range(schedule.num_microbatches)):
+            if counts[action] != 1:
+                raise ScheduleError(
+                    f"rank {rank} performs {action} {counts[action]} times; an output is handed out once on every rank."
+                )
 
 
 def check_pairs(schedule: Schedule) -> None:
@@ -200,7 +215,7 @@ class _Machine:
                 return [] if (value, source, rank) in self.sent else [f"{value}, which rank {source} has not sent"]
             case WaitSend(value, target):
                 return [] if (value, rank, target) in self.posted else [f"rank {target} to post {value}"]
-            case Yield() if self.gated:
+            case Yield(m) if self.gated and Output(m) in self.here[rank]:
                 return ["the other ranks' callers"]
             case PostRecv(value, _):
                 known = sized_by(value, rank, self.schedule.graph)
@@ -233,6 +248,8 @@ class _Machine:
         heads = {rank: self._head(rank) for rank in range(len(self.next)) if self._has_yield_left(rank)}
         yields = {rank: head for rank, head in heads.items() if isinstance(head, Yield)}
         if not yields or len(yields) < len(heads):
+            return False
+        if any(Output(head.microbatch) not in self.here[rank] for rank, head in yields.items()):
             return False
         first, head = next(iter(yields.items()))
         for rank, other in yields.items():

@@ -17,6 +17,7 @@ it had received ours.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from itertools import pairwise
 
 from pipeline_engine.plan.actions import (
@@ -96,6 +97,20 @@ class Transfers:
         for rank, unsent in enumerate(self._unsent):
             self._actions[rank].extend(unsent)
             unsent.clear()
+
+    def forget(self, values: Collection[Value]) -> None:
+        """Wait for what is on its way of these values, so that they can be sent once more."""
+        for rank, unread in enumerate(self._unread):
+            for value in [value for value in unread if value in values]:
+                self._receive(rank, value)
+        for rank, unsent in enumerate(self._unsent):
+            for wait in [wait for wait in unsent if wait.value in values]:
+                self._actions[rank].append(wait)
+                del unsent[wait]
+        self._read = defaultdict(
+            list, {pair: [v for v in read if v not in values] for pair, read in self._read.items()}
+        )
+        self._proof = {key: [v for v in proven if v not in values] for key, proven in self._proof.items()}
 
     def end_batch(self) -> Batch:
         """Every rank's actions since the last batch."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +97,7 @@ class Pipeline:
         self._count = 0
         self._unsettled = False
         self._is_closed = False
+        self._process, self._thread = os.getpid(), threading.get_ident()
         transport.open(self._channels, deadline=self._deadline)
 
     def stream(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> Iterator[Yielded]:
@@ -112,7 +115,10 @@ class Pipeline:
             PeerFailedError: another rank failed.
             DeadlineError: a wait took longer than ``deadline``.
         """
+        if any(call.is_running for call in self._calls):
+            raise UsageError("a stream of this pipeline is still running: let it run out, or leave its loop, first.")
         call = self._begin("stream", microbatches, num_microbatches)
+        call.is_running = True
         return self._items(call)
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
@@ -173,6 +179,18 @@ class Pipeline:
         self._check_open()
         item._call.skip(item.index)
 
+    def invalidate(self) -> None:
+        """Say on every rank, at the same point, that what forwards depend on has changed.
+
+        Forwards that ran ahead of the caller are dropped and run again, with the same random numbers, when he asks
+        for their outputs.  Needed after an optimizer step or any other change of state inside the caller's loop:
+        such a change cannot be detected.
+        """
+        self._check_open()
+        for call in self._calls:
+            if call.is_running:
+                call.invalidate()
+
     def close(self) -> None:
         """Finish what was given and release the transport.  Always returns; a closed pipeline stays closed."""
         if self._is_closed:
@@ -200,14 +218,17 @@ class Pipeline:
             self.close()
 
     def _items(self, call: Call) -> Iterator[Yielded]:
-        for microbatch in range(call.executor.microbatches.count):
-            yield Yielded(microbatch, call.ask(microbatch), call)
-        call.finish()
+        try:
+            for microbatch in range(call.executor.microbatches.count):
+                yield Yielded(microbatch, call.ask(microbatch), call)
+            call.finish()
+        finally:
+            call.is_running = False
 
     def _begin(
         self, entry: str, microbatches: Iterable[Microbatch], count: int | None, *, hand_out: bool = True
     ) -> Call:
-        source = Microbatches(microbatches, count, uses=len(self._stages))
+        source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
         modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
         self._agree(
             entry,
@@ -222,6 +243,7 @@ class Pipeline:
             mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes),
             channels=self._channels,
             differentiates=modes.differentiates,
+            hands_out=hand_out,
         )
         replica = Replica(schedule, forward_only=not modes.differentiates, hand_out=hand_out)
         call = Call(self._count, entry, replica, executor, modes, self._gatekeeper, self._guarded)
@@ -255,8 +277,8 @@ class Pipeline:
         return received
 
     def _end_calls(self, why: str, *, keep_open: bool = False) -> None:
-        """End the calls of the past; ``keep_open``: but not a forward that still waits for gradients."""
-        kept = [call for call in self._calls if keep_open and call.entry == "forward" and call.replica.open]
+        """End the calls of the past; ``keep_open``: but not those that may go on."""
+        kept = [call for call in self._calls if keep_open and call.may_go_on]
         for call in self._calls:
             if call not in kept:
                 call.end(why)
@@ -278,6 +300,10 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the pipeline is closed; build another one.")
+        if os.getpid() != self._process:
+            raise UsageError("the process has forked since the pipeline was built; build one in the child instead.")
+        if threading.get_ident() != self._thread:
+            raise UsageError("the pipeline was built in another thread; use it in that thread only.")
 
 
 def _check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport: Transport) -> None:

@@ -30,6 +30,10 @@ class Call:
         modes: what the caller's thread was set to.
         gatekeeper: where the caller's gradients come in.
         guard: a context that takes note of errors for the whole pipeline.
+
+    Attributes:
+        is_running: whether the caller is in a loop over this call's items.
+        history: what the caller has done, in order.
     """
 
     number: int
@@ -39,6 +43,7 @@ class Call:
     modes: Modes
     gatekeeper: Gatekeeper
     guard: Callable[[], AbstractContextManager[None]]
+    is_running: bool = field(init=False, default=False)
     history: list[tuple[object, ...]] = field(init=False, factory=list)
     _handed: Cargo | None = field(init=False, default=None)
     _why_ended: str = field(init=False, default="")
@@ -69,13 +74,29 @@ class Call:
         """The executor has reached a yield."""
         self._handed = cargo
 
-    def give(self, grads: dict[int, Grads]) -> None:
-        """The caller's backward call has ended: run the backwards that it allows."""
-        microbatches = sorted(grads)
-        self.history.append(("give", *microbatches))
-        for microbatch in microbatches:
+    def give(self, grads: dict[int, Grads], *, retain: bool) -> None:
+        """The caller's backward call has ended: run the backwards that it allows.
+
+        Args:
+            grads: by microbatch, the gradients of its output.
+            retain: whether the caller retains graphs, for another backward through the same outputs.
+        """
+        again = sorted(self.replica.given & grads.keys())
+        first = sorted(grads.keys() - self.replica.given)
+        self.history.append(("give", *first, "again", *again, "retain", retain))
+        self._retain(grads.keys(), retain)
+        for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
-        self._perform(self.replica.give(microbatches)[self.executor.rank])
+        program = self.replica.give(first)[self.executor.rank]
+        if again:
+            program += self.replica.give_again(again)[self.executor.rank]
+        self._perform(program)
+
+    def invalidate(self) -> None:
+        """Drop what has run ahead of the caller; it is run again when he asks for it."""
+        self.history.append(("invalidate",))
+        self._perform(self.replica.invalidate()[self.executor.rank])
+        self.executor.forget_ahead()
 
     def finish(self) -> None:
         """The caller has taken every item."""
@@ -100,10 +121,10 @@ class Call:
         self._check_not_over(microbatch)
         if microbatch in self._why_dropped:
             raise UsageError(f"backward through microbatch {microbatch}, which {self._why_dropped[microbatch]}.")
-        if microbatch in self.replica.given:
+        if microbatch in self.replica.given and microbatch not in self.executor.retained:
             raise UsageError(
                 f"backward through microbatch {microbatch} for the second time; its graph was freed by the first. "
-                "Add the losses up and call backward once."
+                "Call the first with retain_graph=True, or add the losses up and call backward once."
             )
 
     def end(self, why: str) -> None:
@@ -124,6 +145,17 @@ class Call:
         """Free everything, without a word to other ranks."""
         self._why_ended = self._why_ended or why
         self.executor.clear()
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the caller of a later call may still come back to this one: a loop around it, or a late gradient."""
+        return self.is_running or (self.entry == "forward" and bool(self.replica.open or self.executor.retained))
+
+    def _retain(self, microbatches: Iterable[int], retain: bool) -> None:
+        if retain:
+            self.executor.retained.update(microbatches)
+        else:
+            self.executor.retained.difference_update(microbatches)
 
     def _drop(self, microbatches: Iterable[int], why: str) -> None:
         self._why_dropped |= dict.fromkeys(microbatches, why)

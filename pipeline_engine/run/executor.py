@@ -7,6 +7,7 @@ here until that backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, assert_never, cast
 
@@ -37,6 +38,7 @@ from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
+from pipeline_engine.run.randomness import RandomState
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 
 
@@ -61,8 +63,11 @@ class Executor:
         mailbox: where messages come and go.
         channels: all channels of the pipeline.
         differentiates: whether backwards will follow.
+        hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
 
     Attributes:
+        retained: microbatches whose graphs outlive their backward.
+        yielded: microbatches whose output was handed out.
         on_yield: called with a microbatch and its output when the program hands it to the caller.
     """
 
@@ -73,9 +78,13 @@ class Executor:
     mailbox: Mailbox
     channels: tuple[Channel, ...]
     differentiates: bool
+    hands_out: bool
     on_yield: Callable[[int, Cargo], None] = field(init=False)
+    retained: set[int] = field(init=False, factory=set)
+    yielded: set[int] = field(init=False, factory=set)
     _values: dict[Value, tuple[Any, int]] = field(init=False, factory=dict)  # with the number of reads that are left
     _ran: dict[tuple[int, int], Ran] = field(init=False, factory=dict)
+    _random_states: dict[tuple[int, int], RandomState] = field(init=False, factory=dict)  # of those not yet yielded
     _sizes: dict[Value, tuple[int, int]] = field(init=False, factory=dict)  # number of leaves, gradient bytes
 
     def perform(self, program: Program) -> None:
@@ -102,7 +111,7 @@ class Executor:
             case Publish(microbatch):
                 self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)).copied())
             case Yield(microbatch):
-                self.on_yield(microbatch, self._read(Output(microbatch)))
+                self._yield(microbatch)
             case Send(value, to_rank):
                 self.mailbox.send(value, to_rank, self._encoded(value, to_rank))
             case WaitSend(value, to_rank):
@@ -127,11 +136,17 @@ class Executor:
         for key in [key for key in self._ran if key[1] in dropped]:
             del self._ran[key]
 
+    def forget_ahead(self) -> None:
+        """Free what is kept of microbatches that have not been yielded, to run them again."""
+        known = {value.microbatch for value in self._values} | {microbatch for _, microbatch in self._ran}
+        self.discard(known - self.yielded)
+
     def clear(self) -> None:
         """Free everything."""
         self._values.clear()
         self._ran.clear()
         self._sizes.clear()
+        self._random_states.clear()
         self.microbatches.clear()
 
     @property
@@ -143,15 +158,36 @@ class Executor:
         given = self.microbatches[microbatch]
         received = [self._read(Activation(before, microbatch)) for before in self.graph.before(stage)]
         inputs = given.inputs if stage == 0 else ()
-        cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
+        with self._same_randomness(stage, microbatch):
+            cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
         if ran is not None:
             self._ran[stage, microbatch] = ran
-        self.microbatches.release(microbatch)
         self._keep(Activation(stage, microbatch), cargo)
+        if not self.hands_out:
+            self.microbatches.release(microbatch)
+
+    def _yield(self, microbatch: int) -> None:
+        self.yielded.add(microbatch)
+        if self.hands_out:
+            self.microbatches.release(microbatch)
+            for stage in self.stages:
+                self._random_states.pop((stage, microbatch), None)
+        self.on_yield(microbatch, self._read(Output(microbatch)))
+
+    def _same_randomness(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """The first forward draws as it comes; if it is run again, it draws the same numbers."""
+        if not self.hands_out:
+            return nullcontext()
+        if state := self._random_states.get((stage, microbatch)):
+            return state.replayed()
+        self._random_states[stage, microbatch] = RandomState.now()
+        return nullcontext()
 
     def _backward(self, stage: int, microbatch: int) -> None:
         grads = self._output_grads(stage, microbatch)
-        per_argument = self._ran.pop((stage, microbatch)).backward(grads)
+        retain = microbatch in self.retained
+        ran = self._ran[stage, microbatch] if retain else self._ran.pop((stage, microbatch))
+        per_argument = ran.backward(grads, retain_graph=retain)
         before = self.graph.before(stage)
         self._keep(InputGrad(stage, microbatch), dict(zip(before, per_argument, strict=True)))
 

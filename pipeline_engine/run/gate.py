@@ -25,7 +25,7 @@ class Giving(Protocol):
     def check_may_give(self, microbatch: int) -> None:
         """Raise if the gradient of ``microbatch`` comes too late."""
 
-    def give(self, grads: dict[int, Grads]) -> None:
+    def give(self, grads: dict[int, Grads], *, retain: bool) -> None:
         """Take the gradients of the outputs of these microbatches and run the backwards they allow."""
 
 
@@ -34,6 +34,7 @@ class _Record:
     call: Giving
     microbatch: int
     grads: Grads
+    retain: bool
 
 
 @define(eq=False)
@@ -53,7 +54,9 @@ class Gatekeeper:
 
         def record(*grads: torch.Tensor | None) -> None:
             by_place = dict(zip(places, grads, strict=True))
-            self._record(_Record(call, microbatch, tuple(by_place.get(place) for place in range(len(cargo.leaves)))))
+            every = tuple(by_place.get(place) for place in range(len(cargo.leaves)))
+            retain = torch._C._autograd._get_current_graph_task_keep_graph()
+            self._record(_Record(call, microbatch, every, retain))
 
         gated = iter(_Gate.apply(anchor, record, wanted))  # type: ignore[no-untyped-call]
         leaves = [
@@ -80,7 +83,8 @@ class Gatekeeper:
         self.forget()
         calls = {record.call.number: record.call for record in records}
         for number in sorted(calls):
-            calls[number].give({record.microbatch: record.grads for record in records if record.call.number == number})
+            given = {record.microbatch: record.grads for record in records if record.call.number == number}
+            calls[number].give(given, retain=records[0].retain)
 
 
 class _Gate(torch.autograd.Function):

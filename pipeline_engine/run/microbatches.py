@@ -1,4 +1,4 @@
-"""The caller's microbatches, read lazily and let go once this rank's stages have used them."""
+"""The caller's microbatches, read lazily and let go once they are of no more use here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Microbatches:
     Args:
         source: a sequence, or an iterable that is read as far as it is needed.
         count: how many there are; needed if ``source`` has no length.
-        uses: how many stages of this rank use each of them.
+        uses: how often each of them is released before it is let go.
 
     Raises:
         UsageError: the number is unknown, or is not that of the sequence.
@@ -39,7 +39,7 @@ class Microbatches:
         return self._kept[number][-1]
 
     def release(self, number: int) -> None:
-        """One stage has used it."""
+        """One use is over."""
         uses = self._kept[number]
         uses.pop()
         if not uses:

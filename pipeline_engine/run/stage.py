@@ -66,15 +66,18 @@ class Ran:
     taps: tuple[tuple[Tap, ...], ...]
     outputs: tuple[Any, ...]
 
-    def backward(self, grads: Grads) -> tuple[Grads, ...]:
+    def backward(self, grads: Grads, *, retain_graph: bool) -> tuple[Grads, ...]:
         """Run the stage's backward; returns the gradients of each received argument."""
+        for tap in (tap for taps in self.taps for tap in taps):
+            tap.grad = None
         roots = [
             (output, grad)
             for output, grad in zip(self.outputs, grads, strict=True)
             if grad is not None and output.requires_grad
         ]
         if roots:
-            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
+            outputs, output_grads = zip(*roots, strict=True)
+            torch.autograd.backward(outputs, output_grads, retain_graph=retain_graph)
         return tuple(tuple(tap.grad for tap in taps) for taps in self.taps)
 
 

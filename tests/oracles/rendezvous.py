@@ -54,7 +54,7 @@ class Rendezvous:
             AssertionError: a rank cannot go on, or a post or send of the batch has no counterpart in it.
         """
         heads = [0 for _ in batch]
-        while any([self._run(rank, program, heads) for rank, program in enumerate(batch)]):
+        while any(self._run(rank, program, heads) for rank, program in enumerate(batch)):
             pass
         for rank, program in enumerate(batch):
             assert heads[rank] == len(program), f"rank {rank} is stuck at {program[heads[rank]]} of {_text(batch)}"

@@ -71,7 +71,21 @@ def test_text_after_an_action_is_refused(action: Action, junk: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "junk", ["", "F", "0F", "F0", "0F0junk", "0X0", "-1F0", "0 F0", "٣F٠", "send:x[0,1]<1", "send:dy[0]>1", "yield:x[0,0]"]
+    "junk",
+    [
+        "",
+        "F",
+        "0F",
+        "F0",
+        "0F0junk",
+        "0X0",
+        "-1F0",
+        "0 F0",
+        "\u0663F0",
+        "send:x[0,1]<1",
+        "send:dy[0]>1",
+        "yield:x[0,0]",
+    ],
 )
 def test_junk_is_refused(junk: str) -> None:
     with pytest.raises(ScheduleError, match="is not a"):

@@ -57,6 +57,11 @@ def backwards_of(actions: list[Action]) -> list[int]:
     return [action.microbatch for action in actions if isinstance(action, BACKWARD)]
 
 
+def computed_in(batch: Batch) -> set[int]:
+    """Microbatches on which something is computed."""
+    return {a.microbatch for program in batch for a in program if isinstance(a, (Forward, Backward))}
+
+
 @st.composite
 def schedules_with_histories(draw: st.DrawFn) -> tuple[pe.Schedule, tuple[Event, ...]]:
     schedule = draw(schedules())
@@ -90,12 +95,11 @@ def test_nothing_of_a_skipped_microbatch_is_computed_after_the_skip(
     play = Play(schedule)
     for event in events:
         play.event(event)
-        after = [action for program in play.batches[-1] for action in program if isinstance(action, (Forward, Backward))]
-        assert not {action.microbatch for action in after} & (play.skipped if not isinstance(event, Skip) else set())
+        if not isinstance(event, Skip):
+            assert not computed_in(play.batches[-1]) & play.skipped
     play.end()
     for batch in play.batches[-2:]:
-        computed = {a.microbatch for program in batch for a in program if isinstance(a, (Forward, Backward))}
-        assert computed <= play.given
+        assert computed_in(batch) <= play.given
 
 
 @given(schedules_with_histories())

@@ -42,8 +42,8 @@ def test_text_around_a_value_is_refused(value: Value, junk: str) -> None:
             parse_value(text)
 
 
-@given(st.text(alphabet="dxy[]0123456789,-٣ ", max_size=12))
-@example("x[٣,0]")
+@given(st.text(alphabet="dxy[]0123456789,-\u0663 ", max_size=12))
+@example("x[\u0663,0]")
 @example("x[1,2]\n")
 @example("x[-1,2]")
 def test_whatever_parses_is_a_value_of_that_text(text: str) -> None:

@@ -232,13 +232,13 @@ def interrupt(rank: int) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     transport = TorchTransport()
     transport.open([X, BACK], deadline=DEADLINE)
-    pids = transport.exchange(b"%d" % os.getpid(), deadline=DEADLINE)
-    if rank == 1:
-        os.kill(int(pids[0]), signal.SIGINT)
     try:
+        pids = transport.exchange(b"%d" % os.getpid(), deadline=DEADLINE)
+        if rank == 1:
+            os.kill(int(pids[0]), signal.SIGINT)
         wait_for(transport, 1 - rank)
     except (KeyboardInterrupt, PeerFailedError) as error:
-        transport.fail(Failure(rank, "a wait", repr(error), ""))  # if Ctrl-C came before the wait
+        transport.fail(Failure(rank, "a wait", repr(error), ""))  # in case that Ctrl-C came before the wait
         result = repr(error)
     transport.settle(deadline=DEADLINE)
     ring(transport)

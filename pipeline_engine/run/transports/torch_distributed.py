@@ -57,7 +57,6 @@ class TorchTransport(Transport):
         group = _checked(process_group)
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._store = _own_store(group)
-        self._control = _own_connection(self._store)
         self._lock = RLock()
         self._links = Links(self.rank, (), None, self._lock)
         self._generation = self._exchanges = 0
@@ -181,12 +180,15 @@ class TorchTransport(Transport):
                 self._balance()
 
     def _first(self, failure: Failure) -> Failure:
-        """Of several failures at once the store tells everyone the same one; nobody waits long for a store that is gone."""
+        """Of several failures at once the store tells everyone the same one; nobody waits long for its answer.
+
+        It may be slow because its host is gone, or because a main thread blocks in the same connection.
+        """
         key, text, answers = f"failure/{self._watchdog.epoch}", pack_failure(failure).decode(), list[bytes]()
 
         def ask() -> None:
             with suppress(Exception):
-                answers.append(self._control.compare_set(key, "", text))
+                answers.append(self._store.compare_set(key, "", text))
 
         asking = Thread(target=ask, daemon=True)
         asking.start()
@@ -229,7 +231,7 @@ class TorchTransport(Transport):
         with self._lock:
             if self.rank == 0:
                 with suppress(Exception):
-                    self._control.delete_key(f"failure/{self._watchdog.epoch}")
+                    self._store.delete_key(f"failure/{self._watchdog.epoch}")
             self._links.thaw()
             self._exchanges = 0
             self._settling = self._settled = False
@@ -289,12 +291,3 @@ def _own_store(group: ProcessGroup) -> Store:
     name = group.group_name
     _constructed[name] += 1
     return PrefixStore(f"pipeline_engine/{name}/{_constructed[name]}", c10d._get_process_group_store(group))
-
-
-def _own_connection(store: Store) -> Store:
-    """Gloo may block in the group's connection while a failure has to be written."""
-    try:
-        clone: Store = store.clone()  # type: ignore[attr-defined]
-    except (RuntimeError, AttributeError):
-        return store  # a kind of store, or a version of torch, that knows no clone
-    return clone
