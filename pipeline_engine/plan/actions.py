@@ -13,23 +13,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from attrs import field, frozen, validators
+from attrs import Attribute, field, frozen
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value, parse_value
+from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value, check_number, parse_value
 
-_INDEX = [validators.instance_of(int), validators.ge(0)]
-_VALUE = validators.instance_of((Activation, InputGrad, Output))
+_TRAVELS = (Activation, InputGrad, Output)
+
+
+def _check_travels(owner: object, attribute: Attribute[Any], value: object) -> None:
+    if type(value) not in _TRAVELS:
+        raise ScheduleError(f"{type(owner).__name__}: {value!r} does not travel; x[..], dx[..] and y[..] do.")
 
 
 @frozen(cache_hash=True)
 class _OnStage:
     letter: ClassVar[str]
-    stage: int = field(validator=_INDEX)
-    microbatch: int = field(validator=_INDEX)
+    stage: int = field(validator=check_number)
+    microbatch: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.letter}{self.microbatch}"
@@ -70,8 +74,8 @@ class BackwardWeight(_OnStage):
 class Send:
     """Start sending a value; its buffer stays in use until ``WaitSend``."""
 
-    value: Value = field(validator=_VALUE)
-    to_rank: int = field(validator=_INDEX)
+    value: Value = field(validator=_check_travels)
+    to_rank: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"send:{self.value}>{self.to_rank}"
@@ -81,8 +85,8 @@ class Send:
 class WaitSend:
     """Wait until a value that was sent has left, and free its buffer."""
 
-    value: Value = field(validator=_VALUE)
-    to_rank: int = field(validator=_INDEX)
+    value: Value = field(validator=_check_travels)
+    to_rank: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"sent:{self.value}>{self.to_rank}"
@@ -92,8 +96,8 @@ class WaitSend:
 class PostRecv:
     """Post the receive of a value, so that its sender can complete."""
 
-    value: Value = field(validator=_VALUE)
-    from_rank: int = field(validator=_INDEX)
+    value: Value = field(validator=_check_travels)
+    from_rank: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"post:{self.value}<{self.from_rank}"
@@ -103,8 +107,8 @@ class PostRecv:
 class WaitRecv:
     """Wait until a value whose receive is posted has arrived."""
 
-    value: Value = field(validator=_VALUE)
-    from_rank: int = field(validator=_INDEX)
+    value: Value = field(validator=_check_travels)
+    from_rank: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"recv:{self.value}<{self.from_rank}"
@@ -114,7 +118,7 @@ class WaitRecv:
 class Publish:
     """Make the caller's copy of an output from what the last stage returned."""
 
-    microbatch: int = field(validator=_INDEX)
+    microbatch: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"publish:y[{self.microbatch}]"
@@ -124,7 +128,7 @@ class Publish:
 class Yield:
     """Hand an output to the caller, who may give its gradient back."""
 
-    microbatch: int = field(validator=_INDEX)
+    microbatch: int = field(validator=check_number)
 
     def __str__(self) -> str:
         return f"yield:y[{self.microbatch}]"

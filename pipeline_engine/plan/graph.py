@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
 from pipeline_engine.errors import ScheduleError
 
@@ -44,6 +45,31 @@ def _vee(stages: int, ranks: int) -> list[int]:
 _PLACEMENTS = {"straight": _straight, "looped": _looped, "vee": _vee}
 
 
+def _befores(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
+    return _neighbours(graph, [(after, before) for before, after in graph.edges])
+
+
+def _afters(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
+    return _neighbours(graph, graph.edges)
+
+
+def _neighbours(graph: StageGraph, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """For each stage those that it is paired with; looked up often, so gathered once."""
+    lists: list[list[int]] = [[] for _ in graph.rank_of]
+    for stage, neighbour in pairs:
+        if 0 <= stage < len(lists):
+            lists[stage].append(neighbour)
+    return tuple(map(tuple, lists))
+
+
+def _owned(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
+    lists: list[list[int]] = [[] for _ in range(max(graph.rank_of, default=-1) + 1)]
+    for stage, rank in enumerate(graph.rank_of):
+        if rank >= 0:
+            lists[rank].append(stage)
+    return tuple(map(tuple, lists))
+
+
 @frozen
 class StageGraph:
     """A directed acyclic graph of stages, numbered along it, each owned by one rank.
@@ -60,6 +86,9 @@ class StageGraph:
 
     edges: tuple[tuple[int, int], ...] = field(converter=_edges)
     rank_of: tuple[int, ...] = field(converter=_ranks)
+    _before: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_befores, True))
+    _after: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_afters, True))
+    _stages: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_owned, True))
 
     def __attrs_post_init__(self) -> None:
         self._check_edges()
@@ -70,7 +99,8 @@ class StageGraph:
         for before, after in self.edges:
             if not 0 <= before < after < stages:
                 raise ScheduleError(
-                    f"edge ({before}, {after}): stages are numbered 0..{stages - 1} along the graph, before < after."
+                    f"edge ({before}, {after}): stages are numbered 0..{stages - 1} along the graph, before < after"
+                    f"{_cure(self.edges)}"
                 )
         if len(set(self.edges)) != len(self.edges):
             raise ScheduleError(f"edges {list(self.edges)}: each edge is named once.")
@@ -109,6 +139,13 @@ class StageGraph:
         rank_of = _PLACEMENTS[placement](stages, ranks)
         return cls(edges=[(stage, stage + 1) for stage in range(stages - 1)], rank_of=rank_of)
 
+    def is_placed(self, placement: Placement) -> bool:
+        """Whether the stages lie on the ranks as on a chain of that placement; edges do not matter."""
+        try:
+            return self.rank_of == tuple(_PLACEMENTS[placement](self.num_stages, self.num_ranks))
+        except ScheduleError:
+            return False
+
     @property
     def num_stages(self) -> int:
         """Number of stages S."""
@@ -117,7 +154,7 @@ class StageGraph:
     @property
     def num_ranks(self) -> int:
         """Number of ranks P."""
-        return max(self.rank_of) + 1
+        return len(self._stages)
 
     @property
     def last_stage(self) -> int:
@@ -136,17 +173,37 @@ class StageGraph:
 
     def before(self, stage: int) -> tuple[int, ...]:
         """Stages whose output ``stage`` takes, in the order of its arguments."""
-        return tuple(before for before, after in self.edges if after == stage)
+        return self._before[stage]
 
     def after(self, stage: int) -> tuple[int, ...]:
         """Stages that take the output of ``stage``."""
-        return tuple(after for before, after in self.edges if before == stage)
+        return self._after[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that ``rank`` owns, in order."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+        return self._stages[rank]
+
+    def hops_to_end(self) -> tuple[int, ...]:
+        """For each stage the number of edges on the longest way from it to the last stage."""
+        hops = [0 for _ in self.rank_of]
+        for stage in reversed(range(self.last_stage)):
+            hops[stage] = 1 + max(hops[after] for after in self.after(stage))
+        return tuple(hops)
 
     def relay(self) -> tuple[int, ...]:
         """Ranks in the order in which an output reaches them, hop by hop, from the last stage's rank on."""
         start = self.rank_of[self.last_stage]
         return (*range(start, -1, -1), *range(start + 1, self.num_ranks))
+
+
+def _cure(edges: Iterable[tuple[int, int]]) -> str:
+    """What to do about edges that run backwards: number the stages anew, unless they close a cycle."""
+    before: dict[int, set[int]] = {}
+    for source, target in edges:
+        before.setdefault(target, set()).add(source)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError as error:
+        cycle = " -> ".join(map(str, error.args[1]))
+        return f"; the stages {cycle} form a cycle, which no order of them can serve: make one stage of them."
+    return "; number the stages in the order in which data flows."

@@ -22,7 +22,7 @@ def agree(transport: Transport, word: Mapping[str, object], *, deadline: float) 
     """
     words = [pickle.loads(each) for each in transport.exchange(pickle.dumps(dict(word)), deadline=deadline)]
     for rank, other in enumerate(words):
-        for name in words[0].keys() | other.keys():
+        for name in dict.fromkeys((*words[0], *other)):
             if words[0].get(name) != other.get(name):
                 raise UsageError(
                     f"ranks disagree on the {name}: rank 0 has {words[0].get(name)!r}, rank {rank} has "

@@ -93,6 +93,7 @@ class Pipeline:
         self._channels = channels_of(graph)
         self._gatekeeper = Gatekeeper()
         self._calls: list[Call] = []
+        self._split_report: dict[int, str] = {}
         self._sent_bytes: Counter[Channel] = Counter()
         self._count = 0
         self._unsettled = False
@@ -149,11 +150,11 @@ class Pipeline:
         losses: list[torch.Tensor] = []
 
         def compute_loss(microbatch: int, cargo: Cargo) -> None:
-            outputs, taps = receive(cargo, differentiate=call.modes.differentiates)
-            loss = loss_fn(outputs, microbatch)
+            argument = receive(cargo, differentiate=call.modes.differentiates)
+            loss = loss_fn(argument.tree, microbatch)
             if call.modes.differentiates:
                 loss.backward()  # type: ignore[no-untyped-call]
-                call.executor.give(microbatch, tuple(tap.grad for tap in taps))
+                call.executor.give(microbatch, argument.grads)
             losses.append(loss.detach())
 
         call.executor.on_yield = compute_loss
@@ -173,6 +174,13 @@ class Pipeline:
     def bytes_per_channel(self) -> dict[str, int]:
         """Bytes that this rank has sent so far, by channel: ``"x0:0>1"`` is stage 0's output from rank 0 to rank 1."""
         return {str(channel): size for channel, size in self._sent_bytes.items()}
+
+    def report(self) -> dict[int, str]:
+        """For each stage of this rank, what became of its split backwards; empty if there were none.
+
+        A stage whose backward cannot be split runs it whole in the first half, and this says why.
+        """
+        return dict(sorted(self._split_report.items()))
 
     def skip(self, item: Yielded) -> None:
         """Say on every rank that ``item`` gets no gradient, and free its memory."""
@@ -244,6 +252,7 @@ class Pipeline:
             channels=self._channels,
             differentiates=modes.differentiates,
             hands_out=hand_out,
+            split_report=self._split_report,
         )
         replica = Replica(schedule, forward_only=not modes.differentiates, hand_out=hand_out)
         call = Call(self._count, entry, replica, executor, modes, self._gatekeeper, self._guarded)

@@ -111,7 +111,11 @@ class Call:
 
     def skip(self, microbatch: int) -> None:
         """The caller wants no gradient for ``microbatch``: free what is kept of it."""
-        self.check_may_give(microbatch)
+        self._check_not_over()
+        if microbatch in self._why_dropped or self.replica.forward_only:
+            return
+        if microbatch in self.replica.given:
+            raise UsageError(f"microbatch {microbatch} cannot be skipped any more: its gradient was given.")
         self.history.append(("skip", microbatch))
         self.replica.skip(microbatch)
         self._drop([microbatch], "was skipped")

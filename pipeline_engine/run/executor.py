@@ -14,7 +14,7 @@ from typing import Any, assert_never, cast
 import torch
 from attrs import define, field
 
-from pipeline_engine.errors import PeerFailedError, UsageError
+from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.actions import (
     Action,
     Backward,
@@ -39,6 +39,7 @@ from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.randomness import RandomState
+from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 
 
@@ -65,6 +66,8 @@ class Executor:
         differentiates: whether backwards will follow.
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
 
+        split_report: by stage, what became of its split backwards; written here.
+
     Attributes:
         retained: microbatches whose graphs outlive their backward.
         yielded: microbatches whose output was handed out.
@@ -79,11 +82,13 @@ class Executor:
     channels: tuple[Channel, ...]
     differentiates: bool
     hands_out: bool
+    split_report: dict[int, str]
     on_yield: Callable[[int, Cargo], None] = field(init=False)
     retained: set[int] = field(init=False, factory=set)
     yielded: set[int] = field(init=False, factory=set)
     _values: dict[Value, tuple[Any, int]] = field(init=False, factory=dict)  # with the number of reads that are left
     _ran: dict[tuple[int, int], Ran] = field(init=False, factory=dict)
+    _weight_parts: dict[tuple[int, int], WeightPart] = field(init=False, factory=dict)
     _random_states: dict[tuple[int, int], RandomState] = field(init=False, factory=dict)  # of those not yet yielded
     _sizes: dict[Value, tuple[int, int]] = field(init=False, factory=dict)  # number of leaves, gradient bytes
 
@@ -106,8 +111,10 @@ class Executor:
                 self._forward(stage, microbatch)
             case Backward(stage, microbatch):
                 self._backward(stage, microbatch)
-            case BackwardInput() | BackwardWeight():
-                raise UsageError(f"{action}: split backwards cannot be performed yet; use a schedule without them.")
+            case BackwardInput(stage, microbatch):
+                self._backward_input(stage, microbatch)
+            case BackwardWeight(stage, microbatch):
+                self._weight_parts.pop((stage, microbatch)).run(retain_graph=microbatch in self.retained)
             case Publish(microbatch):
                 self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)).copied())
             case Yield(microbatch):
@@ -133,8 +140,9 @@ class Executor:
         dropped = set(microbatches)
         for value in [value for value in self._values if value.microbatch in dropped]:
             del self._values[value]
-        for key in [key for key in self._ran if key[1] in dropped]:
-            del self._ran[key]
+        for kept in (self._ran, self._weight_parts):
+            for key in [key for key in kept if key[1] in dropped]:
+                del kept[key]
 
     def forget_ahead(self) -> None:
         """Free what is kept of microbatches that have not been yielded, to run them again."""
@@ -145,6 +153,7 @@ class Executor:
         """Free everything."""
         self._values.clear()
         self._ran.clear()
+        self._weight_parts.clear()
         self._sizes.clear()
         self._random_states.clear()
         self.microbatches.clear()
@@ -152,7 +161,7 @@ class Executor:
     @property
     def held(self) -> int:
         """Number of values and of stages' graphs that are kept at the moment."""
-        return len(self._values) + len(self._ran)
+        return len(self._values) + len(self._ran) + len(self._weight_parts)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         given = self.microbatches[microbatch]
@@ -184,10 +193,22 @@ class Executor:
         return nullcontext()
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        grads = self._output_grads(stage, microbatch)
+        grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
+        self._keep_input_grads(stage, microbatch, ran.backward(grads, retain_graph=retain))
+
+    def _backward_input(self, stage: int, microbatch: int) -> None:
+        grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
+        per_argument, part = ran.backward_input(grads, retain_graph=retain)
+        self._weight_parts[stage, microbatch] = part
+        self.split_report[stage] = part.split.summary
+        self._keep_input_grads(stage, microbatch, per_argument)
+
+    def _take_ran(self, stage: int, microbatch: int) -> tuple[Ran, bool]:
+        """What the forward left, and whether its graph must outlive the backward."""
         retain = microbatch in self.retained
-        ran = self._ran[stage, microbatch] if retain else self._ran.pop((stage, microbatch))
-        per_argument = ran.backward(grads, retain_graph=retain)
+        return (self._ran[stage, microbatch] if retain else self._ran.pop((stage, microbatch))), retain
+
+    def _keep_input_grads(self, stage: int, microbatch: int, per_argument: tuple[Grads, ...]) -> None:
         before = self.graph.before(stage)
         self._keep(InputGrad(stage, microbatch), dict(zip(before, per_argument, strict=True)))
 

@@ -9,6 +9,7 @@ import torch
 from attrs import define, frozen
 
 from pipeline_engine.run.cargo import Cargo, Grads, flatten
+from pipeline_engine.run.split import WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
 
@@ -38,20 +39,37 @@ class _Received(torch.autograd.Function):
         return None, None, None
 
 
-def receive(cargo: Cargo, *, differentiate: bool) -> tuple[Any, tuple[Tap, ...]]:
-    """The tree of a cargo as a stage's argument, and a tap for each leaf.
+@frozen(eq=False)
+class Argument:
+    """What a stage is called with in the place of a received cargo.
 
-    The tensors of ``cargo`` are used up: it must not be read again.
+    Attributes:
+        tree: the tree of the cargo, its tensors with a history that ends at the taps.
+        taps: for each leaf of the cargo, where its gradient comes out.
+        anchors: the leaf behind that history, if there is one: a backward that asks for it fills the taps.
     """
+
+    tree: Any
+    taps: tuple[Tap, ...]
+    anchors: tuple[torch.Tensor, ...]
+
+    @property
+    def grads(self) -> Grads:
+        """What the last backward brought."""
+        return tuple(tap.grad for tap in self.taps)
+
+
+def receive(cargo: Cargo, *, differentiate: bool) -> Argument:
+    """Turn a cargo into an argument.  The tensors of ``cargo`` are used up: it must not be read again."""
     taps = tuple(Tap() for _ in cargo.leaves)
     if not differentiate or not any(cargo.needs_grad):
-        return cargo.tree(), taps
+        return Argument(cargo.tree(), taps, ())
     anchor = torch.zeros((), requires_grad=True)
     leaves = [
         _Received.apply(anchor, tap, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
         for leaf, wanted, tap in zip(cargo.leaves, cargo.needs_grad, taps, strict=True)
     ]
-    return cargo.tree(leaves), taps
+    return Argument(cargo.tree(leaves), taps, (anchor,))
 
 
 @frozen(eq=False)
@@ -59,26 +77,46 @@ class Ran:
     """What a forward leaves behind for its backward.
 
     Attributes:
-        taps: for each argument that was received, a tap for each of its leaves.
+        arguments: those that were received.
         outputs: leaves of what the stage returned; the tensors hold the graph.
     """
 
-    taps: tuple[tuple[Tap, ...], ...]
+    arguments: tuple[Argument, ...]
     outputs: tuple[Any, ...]
 
     def backward(self, grads: Grads, *, retain_graph: bool) -> tuple[Grads, ...]:
         """Run the stage's backward; returns the gradients of each received argument."""
-        for tap in (tap for taps in self.taps for tap in taps):
+        roots, root_grads = self._roots(grads)
+        if roots:
+            torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
+        return tuple(argument.grads for argument in self.arguments)
+
+    def backward_input(self, grads: Grads, *, retain_graph: bool) -> tuple[tuple[Grads, ...], WeightPart]:
+        """Run the first half of a split backward; returns the gradients of each argument, and the second half.
+
+        What cannot be split runs whole, and the second half has nothing left to do.
+        """
+        roots, root_grads = self._roots(grads)
+        anchors = [anchor for argument in self.arguments for anchor in argument.anchors]
+        split = plan_split(roots, anchors)
+        if split.deferred:
+            part = run_input_part(split, roots, root_grads, anchors)
+        else:
+            part = WeightPart(split, {})
+            if roots:
+                torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
+        return tuple(argument.grads for argument in self.arguments), part
+
+    def _roots(self, grads: Grads) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Outputs that have a gradient, and the gradients; taps are emptied for them."""
+        for tap in (tap for argument in self.arguments for tap in argument.taps):
             tap.grad = None
         roots = [
             (output, grad)
             for output, grad in zip(self.outputs, grads, strict=True)
             if grad is not None and output.requires_grad
         ]
-        if roots:
-            outputs, output_grads = zip(*roots, strict=True)
-            torch.autograd.backward(outputs, output_grads, retain_graph=retain_graph)
-        return tuple(tuple(tap.grad for tap in taps) for taps in self.taps)
+        return [output for output, _ in roots], [grad for _, grad in roots]
 
 
 def run_forward(
@@ -96,9 +134,7 @@ def run_forward(
     Returns:
         What it returned, detached, and what its backward needs (None if there will be none).
     """
-    arguments = [receive(cargo, differentiate=keep) for cargo in received]
-    returned = stage(*(tree for tree, _ in arguments), *inputs, **shared)
+    arguments = tuple(receive(cargo, differentiate=keep) for cargo in received)
+    returned = stage(*(argument.tree for argument in arguments), *inputs, **shared)
     cargo = Cargo.of(returned)
-    if not keep:
-        return cargo, None
-    return cargo, Ran(tuple(taps for _, taps in arguments), tuple(flatten(returned)[0]))
+    return cargo, Ran(arguments, tuple(flatten(returned)[0])) if keep else None

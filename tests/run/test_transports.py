@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+from collections import deque
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline_engine.errors import DeadlineError, PeerFailedError, TransportError, UsageError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Failure, Transport
+from pipeline_engine.run.transports.base import Failure, Handle, Transport
 from pipeline_engine.run.transports.torch_distributed import TorchTransport
 from pipeline_engine.testing import CHECKS, check_transport, run_ranks_in_threads
 from tests.run.processes import Crash, run_in_processes
@@ -124,6 +126,47 @@ def handle_of_an_earlier_epoch(transport: Transport) -> None:
 )
 def test_a_transport_works_alone_and_refuses_what_it_cannot_do(run: Any, function: Any, num_ranks: int) -> None:
     run(function, num_ranks)
+
+
+def random_traffic(transport: Transport) -> None:
+    """Ranks send along a random plan until one or two of them fail; then all settle, 30 times."""
+    channels = [*all_pairs(3), Y]
+    transport.open(channels, deadline=DEADLINE)
+    for turn in range(30):
+        plan = random.Random(turn)
+        messages = [(plan.choice(channels), plan.choice([1, 16, 200_000])) for _ in range(40)]
+        ends = {plan.randrange(3): plan.randrange(50) for _ in range(2)}
+        try:
+            follow(transport, messages, turn, ends.get(transport.rank, len(messages)))
+            if transport.rank in ends:
+                transport.fail(Failure(transport.rank, f"turn {turn}", "ValueError: boom", ""))
+        except PeerFailedError as error:
+            assert error.doing == f"turn {turn}"
+        transport.settle(deadline=DEADLINE)
+
+
+def follow(transport: Transport, messages: list[tuple[Channel, int]], turn: int, end: int) -> None:
+    posted: deque[tuple[Handle, int]] = deque()
+    for number, (channel, size) in enumerate(messages[:end]):
+        content = (turn + number) % 251
+        if channel.source == transport.rank:
+            posted.append((transport.send(channel, torch.full((size,), content, dtype=torch.uint8)), content))
+        elif channel.target == transport.rank:
+            posted.append((transport.receive(channel, size), content))
+        if len(posted) > number % 7:
+            finish(transport, *posted.popleft())
+    while posted and end == len(messages):
+        finish(transport, *posted.popleft())
+
+
+def finish(transport: Transport, handle: Handle, content: int) -> None:
+    transport.wait(handle, deadline=DEADLINE)
+    assert bool((handle.buffer == content).all())
+
+
+@pytest.mark.parametrize("run", [run_ranks_in_threads, run_over_gloo])
+def test_after_any_failure_in_random_traffic_the_next_messages_arrive_whole(run: Any) -> None:
+    run(random_traffic, 3)
 
 
 # Memory.

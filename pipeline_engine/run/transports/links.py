@@ -138,9 +138,9 @@ class Links:
         for number, (count, longest) in tally.items():
             channel = self.channels[number]
             end = self.ends[channel]
+            scratch = torch.zeros(1 if end.sending else longest, dtype=torch.uint8)
             for _ in range(count - end.count):
-                buffer = torch.zeros(1 if end.sending else longest, dtype=torch.uint8)
-                self._try_to_start(Posted(channel, buffer, end))
+                self._try_to_start(Posted(channel, scratch, end))
 
     def drain(self, deadline: float) -> bool:
         """Wait for everything that is posted; False if the links cannot be used any more."""

@@ -33,6 +33,7 @@ WHOLE = b"whole"
 _SETTLED = 2**32 - 1  # the number of the exchange that ends an epoch
 _BUILT = 2**32 - 2  # of the exchange after which all links stand
 _SECONDS_TO_HEAR_WHY = 0.5
+_SECONDS_TO_BUILD = 30.0  # gloo's rendezvous hears of no failure
 _SECONDS_TO_DRAIN = 10.0
 _SECONDS_FOR_THE_STORE = 0.3
 _constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
@@ -81,7 +82,9 @@ class TorchTransport(Transport):
             with self._lock:  # the watchdog must not top up links that are half built
                 self._links.drop()
                 store = PrefixStore(f"links/{self._generation}", self._store)
-                self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, deadline)
+                self._links = Links.build(
+                    store, self.rank, self.num_ranks, channels, self._lock, min(deadline, _SECONDS_TO_BUILD)
+                )
         except RuntimeError as error:
             self._watchdog.wait_until(lambda: self.failure() is not None, _SECONDS_TO_HEAR_WHY)
             self._raise_failure(error)

@@ -1,0 +1,108 @@
+"""Every action runs under what the caller's thread was set to when he called."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+
+import pipeline_engine as pe
+from pipeline_engine.run.modes import Modes
+from tests.run.playing import Layer, batch, loss_of, on_pipelines
+
+SLOT: ContextVar[str] = ContextVar("SLOT", default="none")
+
+
+def now() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        SLOT.get(),
+    )
+
+
+def test_modes_are_taken_along_and_put_back() -> None:
+    token = SLOT.set("teacher")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        modes, expected = Modes.of_caller(), now()
+    SLOT.reset(token)
+    outside = now()
+    assert modes.run(now) == expected != outside == now()
+    assert not modes.differentiates
+
+
+def test_inference_mode_may_be_left_for_a_call_that_was_made_outside() -> None:
+    modes = Modes.of_caller()
+    with torch.inference_mode():
+        assert modes.run(now)[:2] == (True, False)
+        assert now()[:2] == (False, True)
+
+
+def test_what_raises_under_modes_leaves_none_behind() -> None:
+    with torch.no_grad():
+        modes = Modes.of_caller()
+    outside = now()
+    with pytest.raises(ZeroDivisionError):
+        modes.run(lambda: 1 // 0)
+    assert now() == outside
+
+
+class Witness(Layer):
+    """A stage that notes the modes of its forwards and of its backwards."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.seen: list[tuple[Any, ...]] = []
+
+    def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
+        self.seen.append(now())
+        y = super().forward(x, number=number)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.seen.append((True, *now()[1:])))
+        return y
+
+
+def test_a_stage_sees_the_callers_modes_in_its_forward_and_in_its_backward() -> None:
+    def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+        SLOT.set("student")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = now()
+            items = pipeline.stream(batch([2] * 5))
+        SLOT.set("somebody else")
+        for item in items:
+            loss_of(item.outputs.float(), item.index).backward()
+        pipeline.flush()
+        assert len(stage.seen) == 10 and set(stage.seen) == {expected}
+        assert SLOT.get() == "somebody else" and not torch.is_autocast_enabled("cpu")
+
+    on_pipelines(on_rank, 3, "1f1b", Witness)
+
+
+def test_a_stage_sees_the_callers_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)  # for all threads, as torch has it
+    try:
+
+        def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+            next(pipeline.stream(batch([1])))
+            assert stage.seen[0][4] is torch.float64
+
+        on_pipelines(on_rank, 2, "1f1b", lambda number: Witness(number).double())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_stage_sees_that_nothing_is_differentiated(mode: Any) -> None:
+    def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+        with mode():
+            expected = now()
+            for item in pipeline.stream(batch([2] * 4)):
+                assert item.outputs.is_inference() == (mode is torch.inference_mode)
+        assert len(stage.seen) == 4 and set(stage.seen) == {expected}
+
+    on_pipelines(on_rank, 3, "1f1b", Witness)

@@ -1,0 +1,137 @@
+"""The wire format: what goes in comes out, bit for bit, and a message that lies is caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline_engine.errors import TransportError
+from pipeline_engine.run import wire
+from pipeline_engine.run.cargo import ALIGNMENT, Cargo
+from pipeline_engine.run.transports.base import Failure
+from tests.run.test_cargo import same, trees
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple) | st.just((40, 40))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    numbers = torch.randint(0, 3, shape, generator=generator).to(dtype)
+    if numbers.dim() == 2 and draw(st.booleans()):
+        numbers = numbers.T
+    return numbers
+
+
+def arrive(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What the receiver reads: the first part in a larger buffer, and the second at its announced size."""
+    room = torch.full((max(wire.FIRST_BYTES, parts[0].numel()),), 255, dtype=torch.uint8)
+    room[: parts[0].numel()].copy_(parts[0])
+    size = wire.second_part_bytes(room)
+    assert (size > 0) == (len(parts) == 2)
+    if not size:
+        return room
+    assert parts[1].numel() == size
+    return parts[1].clone()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
+
+
+@given(st.lists(tensors(), max_size=4), st.integers(0, 1000))
+def test_tensors_of_any_dtype_and_stride_arrive_bit_for_bit(sent: list[torch.Tensor], microbatch: int) -> None:
+    arrived = wire.decode_cargo(arrive(wire.encode_cargo(Cargo.of(sent), microbatch)), microbatch)
+    for left, right in zip(sent, arrived.leaves, strict=True):
+        assert (left.dtype, left.shape) == (right.dtype, right.shape)
+        assert torch.equal(bits(left), bits(right))
+
+
+@given(trees)
+def test_trees_arrive_as_they_were(tree: Any) -> None:
+    cargo = Cargo.of(tree)
+    arrived = wire.decode_cargo(arrive(wire.encode_cargo(cargo, 7)), 7)
+    assert same(arrived.tree(), tree) and arrived.needs_grad == cargo.needs_grad
+
+
+@given(st.lists(st.none() | tensors(), max_size=4))
+def test_absent_gradients_stay_absent(grads: list[torch.Tensor | None]) -> None:
+    limit = wire.FIRST_BYTES + sum(
+        4 * ALIGNMENT + grad.numel() * grad.element_size() for grad in grads if grad is not None
+    )
+    parts = wire.encode_grads(tuple(grads), 3, limit)
+    assert len(parts) == 1
+    arrived = wire.decode_grads(parts[0], 3)
+    assert [grad is None for grad in arrived] == [grad is None for grad in grads]
+    for left, right in zip(grads, arrived, strict=True):
+        assert left is None or (right is not None and torch.equal(bits(left), bits(right)))
+
+
+def test_a_message_is_a_copy_of_what_was_sent() -> None:
+    tensor = torch.ones(4)
+    (message,) = wire.encode_cargo(Cargo.of(tensor), 0)
+    tensor.zero_()
+    assert wire.decode_cargo(message, 0).tree().tolist() == [1, 1, 1, 1]
+
+
+def test_what_arrives_may_be_changed_in_place_without_touching_its_neighbours() -> None:
+    (message,) = wire.encode_cargo(Cargo.of([torch.ones(3), torch.ones(5)]), 0)
+    first, second = wire.decode_cargo(message, 0).leaves
+    first.mul_(2)
+    assert not first._is_view() and (second._version, second.tolist()) == (0, [1] * 5)
+
+
+def test_another_microbatch_than_expected_is_refused() -> None:
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), 4)
+    with pytest.raises(TransportError, match="for microbatch 4 arrived where kind 0 for microbatch 5 was expected"):
+        wire.decode_cargo(message, 5)
+
+
+def test_another_kind_than_expected_is_refused() -> None:
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), 4)
+    with pytest.raises(TransportError, match="of kind 0 for microbatch 4 arrived where kind 1"):
+        wire.decode_grads(message, 4)
+
+
+def test_foreign_bytes_are_refused() -> None:
+    with pytest.raises(TransportError, match="the channel carries foreign data"):
+        wire.decode_cargo(torch.zeros(ALIGNMENT, dtype=torch.uint8), 0)
+
+
+@given(st.integers(1, 500))
+def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), 0)
+    with pytest.raises(TransportError, match="a message of .* bytes announces"):
+        wire.decode_cargo(message[: message.numel() - missing - 48], 0)
+
+
+@given(st.text(), st.text(), st.text(max_size=4000))
+def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing: str, cause: str, trace: str) -> None:
+    notice = wire.encode_failure(Failure(2, doing * 50, cause * 200, trace * 2))
+    assert notice.numel() <= wire.FIRST_BYTES
+    told = wire.failure_in(notice)
+    assert told is not None and told.rank == 2
+    assert (doing * 50).startswith(told.doing) and (cause * 200).startswith(told.cause)
+
+
+def test_an_ordinary_message_is_no_notice_of_failure() -> None:
+    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(2)), 0)[0]) is None
+    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(5000)), 0)[0]) is None
