@@ -24,14 +24,21 @@ from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGra
 schedule_names = st.sampled_from(sorted(pe.SCHEDULES))
 
 
+def chain_for(name: str, ranks: int, stages_each: int = 2) -> pe.StageGraph:
+    """A chain on which a schedule of the registry runs; ``stages_each`` counts where there is a choice."""
+    placement = pe.SCHEDULES[name].placement
+    each = {"straight": 1, "vee": 2}.get(placement, stages_each)
+    return pe.StageGraph.chain(each * ranks, ranks, placement)
+
+
 @st.composite
 def schedules(
     draw: st.DrawFn, *, max_ranks: int = 8, min_microbatches: int = 0, max_microbatches: int = 19
 ) -> pe.Schedule:
     """A schedule of the registry; m goes up to 2P + 3."""
-    ranks = draw(st.integers(1, max_ranks))
-    m = draw(st.integers(min_microbatches, min(2 * ranks + 3, max_microbatches)))
-    return pe.build(draw(schedule_names), pe.StageGraph.chain(ranks, ranks), m)
+    name = draw(schedule_names)
+    graph = chain_for(name, draw(st.integers(1, max_ranks)), draw(st.integers(1, 3)))
+    return pe.build(name, graph, draw(st.integers(min_microbatches, min(2 * graph.num_ranks + 3, max_microbatches))))
 
 
 # Values and actions.

@@ -20,6 +20,7 @@ from pipeline_engine.errors import PipelineError, UsageError
 from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.check import check
 from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.history import History, Memory
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.schedules import build
 from pipeline_engine.plan.transfers import channels_of
@@ -92,6 +93,7 @@ class Pipeline:
         self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
         self._channels = channels_of(graph)
         self._gatekeeper = Gatekeeper()
+        self._memory = Memory()
         self._calls: list[Call] = []
         self._split_report: dict[int, str] = {}
         self._sent_bytes: Counter[Channel] = Counter()
@@ -254,8 +256,14 @@ class Pipeline:
             hands_out=hand_out,
             split_report=self._split_report,
         )
-        replica = Replica(schedule, forward_only=not modes.differentiates, hand_out=hand_out)
-        call = Call(self._count, entry, replica, executor, modes, self._gatekeeper, self._guarded)
+        forward_only = not modes.differentiates
+        history = History(
+            make_replica=lambda: Replica(schedule, forward_only=forward_only, hand_out=hand_out),
+            rank=self._transport.rank,
+            memory=self._memory,
+            moment=self._memory.beginning((source.count, forward_only, hand_out)),
+        )
+        call = Call(self._count, entry, history, executor, modes, self._gatekeeper, self._guarded)
         executor.on_yield = call.hand
         self._count += 1
         self._calls.append(call)

@@ -10,8 +10,7 @@ from typing import Any
 from attrs import define, field
 
 from pipeline_engine.errors import UsageError
-from pipeline_engine.plan.actions import Program
-from pipeline_engine.plan.advance import Replica
+from pipeline_engine.plan.history import History
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.executor import Executor
 from pipeline_engine.run.gate import Gatekeeper
@@ -25,7 +24,7 @@ class Call:
     Args:
         number: calls of a pipeline are numbered from 0, the same on all ranks.
         entry: the method that the caller used.
-        replica: all programs, played up to now.
+        history: what the caller has done, and what it means for this rank.
         executor: performs this rank's part.
         modes: what the caller's thread was set to.
         gatekeeper: where the caller's gradients come in.
@@ -33,18 +32,19 @@ class Call:
 
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
-        history: what the caller has done, in order.
+        given: microbatches whose gradient was given.
     """
 
     number: int
     entry: str
-    replica: Replica
+    history: History
     executor: Executor
     modes: Modes
     gatekeeper: Gatekeeper
     guard: Callable[[], AbstractContextManager[None]]
     is_running: bool = field(init=False, default=False)
-    history: list[tuple[object, ...]] = field(init=False, factory=list)
+    given: set[int] = field(init=False, factory=set)
+    _deeds: list[tuple[object, ...]] = field(init=False, factory=list)
     _handed: Cargo | None = field(init=False, default=None)
     _why_ended: str = field(init=False, default="")
     _why_dropped: dict[int, str] = field(init=False, factory=dict)
@@ -57,15 +57,14 @@ class Call:
     @property
     def summary(self) -> str:
         """What the caller has done in this call, to be compared with the other ranks'."""
-        checksum = zlib.crc32(repr(self.history).encode())
-        last = " ".join(str(word) for word in self.history[-1]) if self.history else "nothing"
-        return f"{self.entry}: {len(self.history)} events, the last: {last} ({checksum:08x})"
+        checksum = zlib.crc32(repr(self._deeds).encode())
+        last = " ".join(str(word) for word in self._deeds[-1]) if self._deeds else "nothing"
+        return f"{self.entry}: {len(self._deeds)} events, the last: {last} ({checksum:08x})"
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
         self._check_not_over()
-        self.history.append(("ask", microbatch))
-        self._perform(self.replica.ask(microbatch)[self.executor.rank])
+        self._play("ask", microbatch)
         cargo, self._handed = self._handed, None
         assert cargo is not None
         return self.modes.run(lambda: self._gated(cargo, microbatch))
@@ -81,43 +80,40 @@ class Call:
             grads: by microbatch, the gradients of its output.
             retain: whether the caller retains graphs, for another backward through the same outputs.
         """
-        again = sorted(self.replica.given & grads.keys())
-        first = sorted(grads.keys() - self.replica.given)
-        self.history.append(("give", *first, "again", *again, "retain", retain))
+        again = tuple(sorted(self.given & grads.keys()))
+        first = tuple(sorted(grads.keys() - self.given))
+        self._deeds.append(("retain", retain))
         self._retain(grads.keys(), retain)
         for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
-        program = self.replica.give(first)[self.executor.rank]
+        self.given.update(first)
+        if first:
+            self._play("give", first)
         if again:
-            program += self.replica.give_again(again)[self.executor.rank]
-        self._perform(program)
+            self._play("give_again", again)
 
     def invalidate(self) -> None:
         """Drop what has run ahead of the caller; it is run again when he asks for it."""
-        self.history.append(("invalidate",))
-        self._perform(self.replica.invalidate()[self.executor.rank])
+        self._play("invalidate")
         self.executor.forget_ahead()
 
     def finish(self) -> None:
         """The caller has taken every item."""
-        self.history.append(("finish",))
-        self._perform(self.replica.finish()[self.executor.rank])
+        self._play("finish")
 
     def run_closed(self) -> None:
         """The engine owns the loss: everything at once."""
-        self.history.append(("run",))
-        self._perform(self.replica.run_closed()[self.executor.rank])
+        self._play("run_closed")
         self.abandon("it was complete")
 
     def skip(self, microbatch: int) -> None:
         """The caller wants no gradient for ``microbatch``: free what is kept of it."""
         self._check_not_over()
-        if microbatch in self._why_dropped or self.replica.forward_only:
+        if microbatch in self._why_dropped or not self.modes.differentiates:
             return
-        if microbatch in self.replica.given:
+        if microbatch in self.given:
             raise UsageError(f"microbatch {microbatch} cannot be skipped any more: its gradient was given.")
-        self.history.append(("skip", microbatch))
-        self.replica.skip(microbatch)
+        self._play("skip", microbatch)
         self._drop([microbatch], "was skipped")
 
     def check_may_give(self, microbatch: int) -> None:
@@ -125,7 +121,7 @@ class Call:
         self._check_not_over(microbatch)
         if microbatch in self._why_dropped:
             raise UsageError(f"backward through microbatch {microbatch}, which {self._why_dropped[microbatch]}.")
-        if microbatch in self.replica.given and microbatch not in self.executor.retained:
+        if microbatch in self.given and microbatch not in self.executor.retained:
             raise UsageError(
                 f"backward through microbatch {microbatch} for the second time; its graph was freed by the first. "
                 "Call the first with retain_graph=True, or add the losses up and call backward once."
@@ -139,10 +135,10 @@ class Call:
         """
         if self.is_over:
             return
-        self.history.append(("end",))
-        self._perform(self.replica.close()[self.executor.rank])
-        self._drop(self.replica.drop_open(), f"was dropped when {why}")
-        self._perform(self.replica.drain()[self.executor.rank])
+        self._play("close")
+        self._play("drop_open")
+        self._drop(self.open, f"was dropped when {why}")
+        self._play("drain")
         self.abandon(why)
 
     def abandon(self, why: str) -> None:
@@ -153,7 +149,14 @@ class Call:
     @property
     def may_go_on(self) -> bool:
         """Whether the caller of a later call may still come back to this one: a loop around it, or a late gradient."""
-        return self.is_running or (self.entry == "forward" and bool(self.replica.open or self.executor.retained))
+        return self.is_running or (self.entry == "forward" and bool(self.open or self.executor.retained))
+
+    @property
+    def open(self) -> set[int]:
+        """Microbatches that were handed out and whose gradient may still be given."""
+        if not self.modes.differentiates:
+            return set()
+        return self.executor.yielded - self.given - self._why_dropped.keys()
 
     def _retain(self, microbatches: Iterable[int], retain: bool) -> None:
         if retain:
@@ -170,8 +173,11 @@ class Call:
             return cargo.tree()
         return self.gatekeeper.gated(cargo, self, microbatch)
 
-    def _perform(self, program: Program) -> None:
+    def _play(self, event: str, *arguments: Any) -> None:
+        """Play an event on all programs, and perform what it adds to this rank's."""
+        self._deeds.append((event, *arguments))
         with self.guard():
+            program = self.history.play(event, *arguments)
             self.modes.run(lambda: self.executor.perform(program))
 
     def _check_not_over(self, microbatch: int | None = None) -> None:

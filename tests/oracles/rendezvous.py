@@ -7,11 +7,13 @@ wait for a batch that comes later.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from pipeline_engine.plan.actions import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     PostRecv,
     Program,
@@ -81,9 +83,11 @@ class Rendezvous:
         match action:
             case Forward(stage, m):
                 return stage == 0 or f"x[{stage - 1},{m}]" in here
-            case Backward(stage, m) if stage == last:
+            case BackwardWeight(stage, m):
+                return f"dx[{stage},{m}]" in here
+            case Backward(stage, m) | BackwardInput(stage, m) if stage == last:
                 return f"x[{stage},{m}]" in here and m in self.given
-            case Backward(stage, m):
+            case Backward(stage, m) | BackwardInput(stage, m):
                 return f"x[{stage},{m}]" in here and f"dx[{stage + 1},{m}]" in here
             case Publish(m):
                 return f"x[{last},{m}]" in here
@@ -106,8 +110,11 @@ class Rendezvous:
             case Forward(stage, m):
                 self._add(rank, f"x[{stage},{m}]")
                 self.performed[rank].append(action)
-            case Backward(stage, m):
+            case Backward(stage, m) | BackwardInput(stage, m):
                 self._add(rank, f"dx[{stage},{m}]")
+                self.performed[rank].append(action)
+            case BackwardWeight(stage, m):
+                self._add(rank, f"dw[{stage},{m}]")
                 self.performed[rank].append(action)
             case Publish(m):
                 self._add(rank, f"y[{m}]")
@@ -132,13 +139,9 @@ class Rendezvous:
         assert name not in self._done[rank], f"{name} is made for the second time on rank {rank}"
         self._done[rank].add(name)
 
-    def count(self) -> Counter[Action]:
-        """How often each computing action was performed, on all ranks."""
-        return Counter(action for rank in self.performed for action in rank)
-
 
 def _channel(value: Value, source: int, target: int) -> tuple[str, int, int]:
-    return (str(value).partition("[")[0], source, target)
+    return (f"{type(value).__name__}{getattr(value, 'stage', '')}", source, target)
 
 
 def _text(batch: tuple[Program, ...]) -> str:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from pipeline_engine.errors import ScheduleError
-from pipeline_engine.plan.actions import Program
+from pipeline_engine.plan.actions import Compute
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.schedule import Schedule
+from pipeline_engine.plan.schedules.dualpipe_v import dualpipe_v
 from pipeline_engine.plan.schedules.gpipe import gpipe
+from pipeline_engine.plan.schedules.interleaved import interleaved
+from pipeline_engine.plan.schedules.looped_bfs import looped_bfs
 from pipeline_engine.plan.schedules.one_forward_one_backward import one_forward_one_backward
+from pipeline_engine.plan.schedules.recipe import ANYWHERE, DOWN_AND_UP, IN_LOOPS, ONE_EACH, Recipe
+from pipeline_engine.plan.schedules.zb_h1 import zb_h1
+from pipeline_engine.plan.schedules.zb_v import zb_v
 
-StraightRecipe = Callable[[int, int], tuple[Program, ...]]
-
-SCHEDULES: dict[str, StraightRecipe] = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+SCHEDULES: dict[str, Recipe] = {
+    "gpipe": Recipe(gpipe, ANYWHERE),
+    "1f1b": Recipe(one_forward_one_backward, ONE_EACH),
+    "interleaved": Recipe(interleaved, IN_LOOPS),
+    "looped-bfs": Recipe(looped_bfs, IN_LOOPS),
+    "zb-h1": Recipe(zb_h1, ONE_EACH),
+    "zb-v": Recipe(zb_v, DOWN_AND_UP),
+    "dualpipe-v": Recipe(dualpipe_v, DOWN_AND_UP),
+}
 
 
 def build(name: str, graph: StageGraph, num_microbatches: int) -> Schedule:
@@ -27,13 +39,19 @@ def build(name: str, graph: StageGraph, num_microbatches: int) -> Schedule:
     Raises:
         ScheduleError: the name is unknown, the graph does not fit the schedule, or m is negative.
     """
+    return Schedule(name, graph, num_microbatches, generate(name, graph, num_microbatches))
+
+
+def generate(name: str, graph: StageGraph, num_microbatches: int) -> list[Iterator[Compute]]:
+    """As ``build``, but each rank's program is generated while it is read, for plans that are too large to hold.
+
+    Raises:
+        As ``build``.
+    """
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is unknown; one of {', '.join(map(repr, SCHEDULES))}.")
     if num_microbatches < 0:
         raise ScheduleError(f"num_microbatches is {num_microbatches}; it is 0 or more.")
-    if not graph.is_straight:
-        raise ScheduleError(
-            f"schedule {name!r} runs on a straight chain, one stage a rank; got edges {list(graph.edges)} "
-            f"with rank_of {list(graph.rank_of)}."
-        )
-    return Schedule(name, graph, num_microbatches, SCHEDULES[name](graph.num_stages, num_microbatches))
+    recipe = SCHEDULES[name]
+    recipe.check_fits(name, graph)
+    return [recipe.program(graph, num_microbatches, rank) for rank in range(graph.num_ranks)]

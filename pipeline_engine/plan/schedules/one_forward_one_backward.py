@@ -1,31 +1,27 @@
 """1F1B: after a short warm-up each forward is followed by one backward.
 
-    rank 0   F0 F1 F2 B0 F3 B1 B2 B3
-    rank 1   F0 F1 B0 F2 B1 F3 B2 B3
-    rank 2   F0 B0 F1 B1 F2 B2 F3 B3
+    rank 0   0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    rank 1   1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+    rank 2   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
 
-Bubble: (p - 1)(f + b) seconds per rank when m >= p.  Held on rank r: at most min(p - r, m) microbatches.
+The warm-up of a stage is its longest way to the last one; on a chain p - 1 - r.
+Bubble: (p - 1)(f + b) seconds per rank.  Held on rank r: at most min(p - r, m) activations.
+p ranks with one stage each, m microbatches; f, b: forward and whole backward of one microbatch on one rank.
 Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Iterator
 
-from pipeline_engine.plan.actions import Backward, Forward, Program
+from pipeline_engine.plan.actions import Backward, Compute, Forward
+from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.schedules.patterns import alternate
 
 
-def one_forward_one_backward(num_stages: int, num_microbatches: int) -> tuple[Program, ...]:
-    """Programs for a straight chain of ``num_stages`` stages, one a rank."""
-
-    def program(stage: int) -> Program:
-        forwards = [Forward(stage, m) for m in range(num_microbatches)]
-        backwards = [Backward(stage, m) for m in range(num_microbatches)]
-        warmup = min(num_stages - 1 - stage, num_microbatches)
-        steady = num_microbatches - warmup
-        pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
-        steady_state: Iterable[Forward | Backward] = chain.from_iterable(pairs)
-        return (*forwards[:warmup], *steady_state, *backwards[steady:])
-
-    return tuple(program(stage) for stage in range(num_stages))
+def one_forward_one_backward(graph: StageGraph, num_microbatches: int, rank: int) -> Iterator[Compute]:
+    """The program of one rank, which owns one stage."""
+    (stage,) = graph.stages_of(rank)
+    forwards = (Forward(stage, m) for m in range(num_microbatches))
+    backwards = (Backward(stage, m) for m in range(num_microbatches))
+    return alternate(forwards, backwards, warmup=graph.hops_to_end()[stage])

@@ -250,8 +250,9 @@ class TorchTransport(Transport):
         self._balance()
 
     def on_patience_lost(self) -> None:
-        if self._waiting_for is not None:
-            self._links.interrupt()
+        with self._lock:  # a settle that begins meanwhile must find the links broken
+            if self._waiting_for is not None:
+                self._links.interrupt()
 
     def on_interrupt(self) -> None:
         if (channel := self._waiting_for) is not None:

@@ -1,0 +1,40 @@
+"""DualPipeV: stages lie down and up again; forwards of one direction are paired with backwards of the other.
+
+    rank 0   0F0
+
+The paper overlaps a pair's forward with its backward; here the two run one after the other.  Backwards are split where
+the paper splits them: on the way in, and in the second half of the way out.
+Bubble: (p - 1)(f + 2 i - w) / 2 seconds per rank when f = i = w and m >= 2p.
+Held on every rank: at most 2p + 1 activations of a stage.
+p ranks with two stages each, m microbatches; f, i, w: forward and the halves of a backward on one rank.
+Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, and github.com/deepseek-ai/DualPipe, ``dualpipev.py``.  With
+fewer than 2p microbatches: Note [padding] in ``patterns``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipeline_engine.plan.actions import Compute
+from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.schedules.patterns import spell
+
+
+def dualpipe_v(graph: StageGraph, num_microbatches: int, rank: int) -> Iterator[Compute]:
+    """The program of one rank, which owns a stage on the way down and one on the way up."""
+    above, below = rank, graph.num_ranks - 1 - rank
+    spare = max(0, num_microbatches - 2 * graph.num_ranks)
+    late = ("iI" * (above + 1))[above + 1 :] + "I" * below
+    weights = late.replace("i", "w").replace("I", "W")
+    pattern = (
+        "F" * (2 * below)
+        + "Ff" * (above + 1)
+        + "iwf" * below
+        + "FbfB" * (spare + above + 1)
+        + "bfB" * below
+        + ("bB" * (above + 1))[: above + 1]
+        + late[: above + 1]
+        + "".join(weight + "I" for weight in weights[:below])
+        + weights[below:]
+    )
+    return spell(pattern, graph.stages_of(rank), num_microbatches)
