@@ -18,6 +18,7 @@ _HOME = {
     "TrainerRank": "trainer",
     "TrainerRankMemoryError": "requests",
     "TrainerRankSlotStateError": "requests",
+    "UnsupportedHostError": "compat",
     "UnsupportedTopologyError": "topology",
     "Unset": "requests",
 }

@@ -1,18 +1,23 @@
-"""What all ranks must know alike."""
+"""What all ranks must know alike, and how they fail together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from pipeline_engine import UsageError
 
-def gather(value: Any) -> list[Any]:
-    """Every rank's value, by rank; collective over the world."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+T = TypeVar("T")
+
+
+def gather(value: Any, *, group: Any = None) -> list[Any]:
+    """The value of every rank of a group, by default the world; collective over it."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 
@@ -21,3 +26,47 @@ def largest(values: Sequence[int], *, device: torch.device, group: Any = None) -
     found = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return [int(value) for value in found.tolist()]
+
+
+def check_same(what: str, said: str, *, device: torch.device, group: Any) -> None:
+    """Let all ranks of a group go on only if they say the same; collective over it.
+
+    Raises:
+        UsageError: on every rank, with both sides.
+    """
+    digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
+    if largest([digest, -digest], device=device, group=group) == [digest, -digest]:
+        return
+    by_rank = gather(said, group=group)
+    other = next(rank for rank, words in enumerate(by_rank) if words != by_rank[0])
+    raise UsageError(
+        f"{what}: stage 0 has\n  {by_rank[0]}\nstage {other} has\n  {by_rank[other]}\n"
+        "every stage plans the same; pass the same inputs on all ranks of a pipeline."
+    )
+
+
+def together(what: str, function: Callable[[], T]) -> T:
+    """Do something that may fail on one rank alone; if it does, all ranks raise. Collective over the world.
+
+    Raises:
+        Exception: as this rank's function, or else of the type that another rank's function raised.
+    """
+    failure: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:
+        failure = error
+    told = gather(None if failure is None else (type(failure), str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, failed in enumerate(told):
+        if failed is not None:
+            raise _of_kind(failed[0], f"{what} failed on rank {rank}: {failed[1]}")
+    return result
+
+
+def _of_kind(kind: type[Exception], text: str) -> Exception:
+    try:
+        return kind(text)
+    except TypeError:  # made from other arguments than a text
+        return RuntimeError(f"{text} ({kind.__name__})")

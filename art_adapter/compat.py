@@ -1,31 +1,204 @@
-"""The one place that touches private names of Megatron or ART."""
+"""The one place that touches private names of Megatron or ART.
+
+No version of ART is asked for: ``check_shape`` looks at the few names and signatures that are needed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from .topology import UnsupportedTopologyError
 
 HEAD_PARAMETER = "_art_custom_checkpoint_param"
 """The attribute by which ART, and we, mark a parameter of a custom head."""
+NORM_FILTER = "_include_in_distributed_grad_norm"
+"""The function by which a trainer decides whether this rank counts a parameter in the gradient norm."""
+
+SEAM: dict[str, tuple[str, ...]] = {
+    "_decoder_hidden": ("prepared",),
+    "_forward_packed": ("items", "prepared"),
+    "_track_slot_graph_outputs": ("ref", "outputs"),
+    "_forward_memory_group": (),
+    "_load_slot": (),
+    "_validate_dynamic_slot_consistency": (),
+    "_guard_checkpoint_can_step": ("name",),
+    "_reduce_dynamic_grads": ("params",),
+    "_dynamic_optim_step": (),
+}
+"""The methods of a trainer that are overridden or looked into, and the arguments that are passed by place."""
 
 
-def slot_parameters(trainer: Any, kind: Any, name: str) -> tuple[torch.nn.Parameter, ...]:
-    """The LoRA parameters of a slot on this rank."""
-    from .lora import SlotRef, parameters
+class UnsupportedHostError(NotImplementedError):
+    """The trainer's class does not have the shape that the adapter knows."""
 
-    return parameters(trainer._sites, SlotRef(kind, name))
+
+def art_trainer_rank() -> type:
+    """ART's own TrainerRank: of the tree that ``ART_SRC`` points to if it is set, else of what is installed.
+
+    Raises:
+        ImportError: neither is there; the message says what to do.
+    """
+    source = os.environ.get("ART_SRC")
+    if source and "art" not in sys.modules:
+        sys.path.insert(0, source)
+    try:
+        from art.trainer_rank import TrainerRank
+    except ImportError as error:
+        where = f"in ART_SRC={source}" if source else "as an installed package, and ART_SRC is not set"
+        raise ImportError(
+            f"art.trainer_rank cannot be imported {where}: {error}; a runtime of art_adapter.Runtime needs no ART"
+        ) from error
+    found: type = TrainerRank
+    return found
+
+
+@cache
+def check_shape(host: type) -> None:
+    """Look whether a trainer's class still has the names that the adapter needs.
+
+    Raises:
+        UnsupportedHostError: with the name that is missing, or whose signature has changed.
+    """
+    for name, arguments in SEAM.items():
+        method: Any = getattr(host, name, None)
+        if method is None:
+            _refuse(host, f"{name} is missing")
+        skipped = () if isinstance(inspect.getattr_static(host, name), staticmethod) else (None,)
+        try:
+            inspect.signature(method).bind_partial(*skipped, *arguments)
+        except TypeError:
+            _refuse(host, f"{name}{inspect.signature(method)} does not take {', '.join(arguments)}")
+    for method_name, needed in (("_validate_dynamic_slot_consistency", "dist"), ("_dynamic_optim_step", NORM_FILTER)):
+        if needed not in _names_seen_by(getattr(host, method_name)):
+            _refuse(host, f"{method_name} no longer uses {needed}")
+
+
+def _refuse(host: type, why: str) -> None:
+    raise UnsupportedHostError(
+        f"{host.__module__}.{host.__qualname__} is not a TrainerRank that art_adapter can cut into stages: {why}; "
+        "use the version of ART that art_adapter was made for, or a newer art_adapter."
+    )
+
+
+def refusal_of(host: type) -> type[UnsupportedTopologyError]:
+    """The error by which a topology is refused: of the host's own kind as well, where it has one."""
+    kind = getattr(sys.modules[host.__module__], "TrainerRankRuntimeSupportError", None)
+    return UnsupportedTopologyError if kind is None else _both(kind)
+
+
+@cache
+def _both(kind: type[Exception]) -> type[UnsupportedTopologyError]:
+    return type("UnsupportedTopologyError", (UnsupportedTopologyError, kind), {"__module__": __name__})
+
+
+@contextlib.contextmanager
+def presented_as_one_stage(provider: Any) -> Iterator[None]:
+    """ART's constructor refuses a configuration with several stages; meanwhile it sees one."""
+    said = provider.pipeline_model_parallel_size
+    provider.pipeline_model_parallel_size = 1
+    try:
+        yield
+    finally:
+        provider.pipeline_model_parallel_size = said
+
+
+@contextlib.contextmanager
+def boundary_input(model: Any, received: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let a GPTModel's stage start from what it received, ``[tokens, 1, hidden]``; nothing on the first stage.
+
+    The decoder of a later stage reads ``set_input_tensor``. ART's preprocess hook reads the embedding that Megatron's
+    own would have made, so Megatron is handed one.
+    """
+    if not received:
+        yield
+        return
+    model.set_input_tensor(received[0])
+    model._preprocess, own = partial(model._preprocess, decoder_input=received[0]), vars(model).get("_preprocess")
+    try:
+        yield
+    finally:
+        model.set_input_tensor(None)
+        del model._preprocess
+        if own is not None:
+            model._preprocess = own
+
+
+@contextlib.contextmanager
+def counted_where(counts: Callable[[torch.nn.Parameter], bool], step: Any) -> Iterator[None]:
+    """Meanwhile a trainer's optimizer step counts in its gradient norm only what ``counts`` says is counted here."""
+    names = _names_seen_by(step)
+    own = names[NORM_FILTER]
+    names[NORM_FILTER] = lambda parameter: own(parameter) and counts(parameter)
+    try:
+        yield
+    finally:
+        names[NORM_FILTER] = own
+
+
+@contextlib.contextmanager
+def world_is(group: Any, method: Any) -> Iterator[None]:
+    """Meanwhile a trainer's method takes the ranks of ``group`` for the whole world."""
+    names = _names_seen_by(method)
+    own = names["dist"]
+    names["dist"] = _World(own, group)
+    try:
+        yield
+    finally:
+        names["dist"] = own
+
+
+class _World:
+    """torch.distributed over one group."""
+
+    def __init__(self, whole: Any, group: Any) -> None:
+        self._whole = whole
+        self._group = group
+
+    def get_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def all_gather_object(self, found: list[Any], value: Any) -> None:
+        dist.all_gather_object(found, value, group=self._group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def _names_seen_by(method: Any) -> dict[str, Any]:
+    """The names of the module in which a method was written."""
+    names: dict[str, Any] = inspect.unwrap(method).__globals__
+    return names
+
+
+def selection(trainer: Any) -> tuple[Any, ...]:
+    """What decides which slot a request without a slot of its own uses."""
+    return (trainer._default_slot_ref, *trainer._slot_stack)
 
 
 def slot_parameters_by_name(trainer: Any) -> list[tuple[str, torch.nn.Parameter]]:
     """The LoRA parameters of all slots on this rank, by slot and by their name in the whole model."""
+    if hasattr(trainer, "_sites"):
+        return [
+            (f"{ref.name}/{site.name}.{half}", parameter)
+            for site in trainer._sites
+            for ref, adapter in site.adapters.items()
+            for half, parameter in (("lora_A", adapter.A), ("lora_B", adapter.B))
+        ]
     return [
-        (f"{ref.name}/{site.name}.{half}", parameter)
-        for site in trainer._sites
-        for ref, adapter in site.adapters.items()
-        for half, parameter in (("lora_A", adapter.A), ("lora_B", adapter.B))
+        (f"{ref.name}/{module.adapter_model_prefix}.{half}", parameter)
+        for chunk in trainer.runtime.model
+        for module in chunk.modules()
+        for ref in getattr(module, "_slot_keys", ())
+        for half, parameter in zip(("lora_A", "lora_B"), module.lora_slot_params(ref), strict=True)
     ]
 
 

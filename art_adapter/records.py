@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 import attrs
@@ -35,6 +36,13 @@ def shifted(window: Any, start: int) -> Any:
     return replace(window, indices=tuple(index + start for index in window.indices), stats=stats)
 
 
+def materialized(inputs: Any) -> Any:
+    """Nested iterables as nested lists, so that they can be walked more than once; all else as it is."""
+    if isinstance(inputs, (Mapping, str, bytes, torch.Tensor)) or not isinstance(inputs, Iterable):
+        return inputs
+    return [materialized(child) for child in inputs]
+
+
 def tensors_of(output: Any) -> Tensors:
     """The tensors of a ForwardOutput in a fixed order."""
     best = output.top_k
@@ -42,29 +50,50 @@ def tensors_of(output: Any) -> Tensors:
     return (output.target_logprobs, *pair, output.logits, output.hidden_states)
 
 
-@attrs.frozen
 class Records:
-    """The classes by which a host hands outputs to its caller."""
+    """The classes by which a host hands outputs to its caller, and placeholders for outputs that are still to come.
 
-    forward_output: type
-    top_k: type
+    A placeholder is an output whose hidden states are one number. A host may copy its tensors and set other fields.
+    """
 
-    @classmethod
-    def of(cls, host: type) -> Records:
-        """Those of the module in which the trainer's class was written, or of this package."""
+    def __init__(self, host: type) -> None:
         namespace: Mapping[str, Any] = vars(sys.modules[host.__module__])
         if "ForwardOutput" not in namespace:
             from . import requests
 
             namespace = vars(requests)
-        return cls(namespace["ForwardOutput"], namespace["TopK"])
+        self._forward_output, self._top_k = namespace["ForwardOutput"], namespace["TopK"]
+        self._numbers = count()
 
-    def placeholder(self) -> Any:
-        """A ForwardOutput that stands for one that is still to come; its hidden_states are its identity."""
-        return self.forward_output(target_logprobs=None, top_k=None, logits=None, hidden_states=torch.empty(0))
+    def placeholder(self) -> tuple[int, Any]:
+        """A number, and the ForwardOutput that stands for it."""
+        number = next(self._numbers)
+        return number, self.output((None, None, None, None, torch.tensor([number])))
+
+    def number_of(self, output: Any) -> int:
+        """What a placeholder stands for."""
+        return int(output.hidden_states)
 
     def output(self, tensors: Tensors) -> Any:
         """The ForwardOutput of these tensors."""
         logprobs, best, tokens, logits, hidden = tensors
-        top_k = None if best is None else self.top_k(logprobs=best, tokens=tokens)
-        return self.forward_output(target_logprobs=logprobs, top_k=top_k, logits=logits, hidden_states=hidden)
+        top_k = None if best is None else self._top_k(logprobs=best, tokens=tokens)
+        return self._forward_output(target_logprobs=logprobs, top_k=top_k, logits=logits, hidden_states=hidden)
+
+    def filled(self, nested: Any, made: Mapping[int, Any]) -> Any:
+        """A nested result with the outputs in the place of its placeholders.
+
+        Fields that the host has set on a placeholder, beyond the tensors, are kept.
+        """
+        if isinstance(nested, (list, tuple)):
+            return [self.filled(child, made) for child in nested]
+        if nested.hidden_states is None:  # nothing was asked for
+            return nested
+        found = made[self.number_of(nested)]
+        return replace(
+            nested,
+            target_logprobs=found.target_logprobs,
+            top_k=found.top_k,
+            logits=found.logits,
+            hidden_states=found.hidden_states,
+        )

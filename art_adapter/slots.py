@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from . import lora
-from .agreement import gather
 from .compat import HEAD_PARAMETER
 from .live_graphs import LiveGraphs
 from .lora import SlotRef
@@ -207,7 +206,9 @@ class Slots:
     ) -> tuple[torch.nn.Parameter, ...]:
         """The slot's parameters on this rank, once all ranks agree on their number, shapes and dtypes."""
         params = lora.parameters(self._sites, SlotRef(kind, name))
-        found = gather((loaded_sites, [(tuple(parameter.shape), str(parameter.dtype)) for parameter in params]))
+        found: list[Any] = [None] * dist.get_world_size()
+        own = (loaded_sites, [(tuple(parameter.shape), str(parameter.dtype)) for parameter in params])
+        dist.all_gather_object(found, own)
         if any(state != found[0] for state in found):
             sites = [state[0] for state in found]
             raise RuntimeError(f"{kind} slot {name!r} is not the same on all ranks; sites loaded by rank: {sites}")

@@ -78,7 +78,7 @@ class Stepping(Slots):
         slots = {name: self._checkpoint_slot_params_by_name[name] for name in checkpoint_names}
         grads = {name: self._reduce_dynamic_grads(slot, scale_grads=scale_grads) for name, slot in slots.items()}
         every_param = [parameter for slot in slots.values() for parameter in slot]
-        norm = self._distributed_grad_norm(every_param, [grad for some in grads.values() for grad in some])
+        norm = _distributed_grad_norm(every_param, [grad for some in grads.values() for grad in some])
         if math.isfinite(norm):
             clip = min(1.0, params.grad_clip_norm / (norm + 1e-6)) if params.grad_clip_norm > 0 else 1.0
             for name, slot in slots.items():
@@ -128,28 +128,30 @@ class Stepping(Slots):
             grads = [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)]
         return tuple(grads)
 
-    def _distributed_grad_norm(self, params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor]) -> float:
-        """The norm over all ranks, each parameter counted once.
-
-        The squares of whole parameters are added with ``fsum``, which does not depend on their order: any cut of
-        the model over ranks that keeps its parameters whole gives the same norm to the last bit.
-        """
-        own = [
-            float(grad.double().square().sum())
-            for parameter, grad in zip(params, grads, strict=True)
-            if self._include_in_distributed_grad_norm(parameter)
-        ]
-        return math.sqrt(math.fsum(square for squares in gather(own) for square in squares))
-
-    def _include_in_distributed_grad_norm(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank counts it: the first of those that hold a replica."""
-        sharded: bool = getattr(parameter, lora.SHARDED, False)
-        first_of_tensor = sharded or parallel_state.get_tensor_model_parallel_rank() == 0
-        return first_of_tensor and self._dp_rank_and_size()[0] == 0
-
     def _guard_checkpoint_can_step(self, name: str) -> None:
         if self._live_graphs.waiting(SlotRef("checkpoint", name)):
             raise TrainerRankSlotStateError(
                 f"cannot step checkpoint slot {name!r} while its outputs wait for their backward: "
                 "call loss.backward() without retain_graph first, or release the outputs"
             )
+
+
+def _distributed_grad_norm(params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor]) -> float:
+    """The norm over all ranks, each parameter counted once.
+
+    The squares of whole parameters are added with ``fsum``, which does not depend on their order: any cut of the model
+    over ranks that keeps its parameters whole gives the same norm to the last bit.
+    """
+    own = [
+        float(grad.double().square().sum())
+        for parameter, grad in zip(params, grads, strict=True)
+        if _include_in_distributed_grad_norm(parameter)
+    ]
+    return math.sqrt(math.fsum(square for squares in gather(own) for square in squares))
+
+
+def _include_in_distributed_grad_norm(parameter: torch.nn.Parameter) -> bool:
+    """Whether this rank counts it: the first of those that hold a replica."""
+    sharded: bool = getattr(parameter, lora.SHARDED, False)
+    first_of_tensor = sharded or parallel_state.get_tensor_model_parallel_rank() == 0
+    return first_of_tensor and int(parallel_state.get_data_parallel_rank()) == 0

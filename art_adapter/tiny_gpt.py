@@ -90,17 +90,16 @@ def build_runtime(shape: Shape = Shape(), cut: Cut = Cut(), *, train_base: bool 
     Raises:
         ValueError: the cut does not fit the model or the world; no process has talked to another yet.
     """
-    counts = cut.counts(shape.layers)
+    cut.counts(shape.layers)
     world = dist.get_world_size()
     if world % (cut.tensor * cut.pipeline):
         raise ValueError(f"a world of {world} ranks cannot hold tensor={cut.tensor} times pipeline={cut.pipeline}")
-    run_megatron_on_cpu()
-    _initialise_parallel_state(cut)
-    config = _config(shape, cut, counts)
+    initialise_parallel_state(cut)
+    config = transformer_config(shape, cut)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     chunks = [_chunk(shape, cut, config, chunk).to(device) for chunk in range(cut.virtual)]
     for chunk in chunks:
-        _fill(chunk, config, seed)
+        fill(chunk, config, seed)
         chunk.requires_grad_(train_base)
     return Runtime(model=chunks, provider=config, rank=dist.get_rank(), world_size=world)
 
@@ -111,8 +110,8 @@ def adapter(config: Any, *, r: int = 4, seed: int = 1, scale: float = 0.1) -> di
 
     full: dict[str, torch.Tensor] = {}
     for site, (out, into) in shapes_in_model(config).items():
-        full[f"{site}.lora_A"] = scale * _draw(f"{site}.lora_A", (r, into), seed)
-        full[f"{site}.lora_B"] = scale * _draw(f"{site}.lora_B", (out, r), seed)
+        full[f"{site}.lora_A"] = scale * draw(f"{site}.lora_A", (r, into), seed)
+        full[f"{site}.lora_B"] = scale * draw(f"{site}.lora_B", (out, r), seed)
     return full
 
 
@@ -158,7 +157,9 @@ def licence_text() -> bytes:
     return inspect.getsource(argparse).encode()
 
 
-def _initialise_parallel_state(cut: Cut) -> None:
+def initialise_parallel_state(cut: Cut) -> None:
+    """Set up Megatron's process groups, on a CPU as well; collective."""
+    run_megatron_on_cpu()
     from megatron.core import parallel_state, tensor_parallel
 
     virtual = cut.virtual if cut.virtual > 1 else None
@@ -178,10 +179,11 @@ def _already_cut_like(cut: Cut) -> bool:
     )
 
 
-def _config(shape: Shape, cut: Cut, counts: Sequence[int]) -> Any:
+def transformer_config(shape: Shape, cut: Cut) -> Any:
+    """Megatron's configuration of the whole model, the same on every rank."""
     from megatron.core.transformer import TransformerConfig
 
-    layout = [["decoder"] * count for count in counts]
+    layout = [["decoder"] * count for count in cut.counts(shape.layers)]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return TransformerConfig(
@@ -220,11 +222,11 @@ def _chunk(shape: Shape, cut: Cut, config: Any, chunk: int) -> Any:
 
     stage = chunk * cut.pipeline + parallel_state.get_pipeline_model_parallel_rank()
     layer = get_gpt_layer_local_spec(normalization=shape.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     return GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * cut.counts(shape.layers)[stage], layer_norm=_Norm
+            layer_specs=[layer] * cut.counts(shape.layers)[stage], layer_norm=Norm
         ),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.longest_sequence,
@@ -236,7 +238,7 @@ def _chunk(shape: Shape, cut: Cut, config: Any, chunk: int) -> Any:
     )
 
 
-class _Norm:
+class Norm:
     """Makes torch's norm, tagged as Megatron wants it where the sequence is shared out; Megatron asks for a class."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float, **_: Any) -> Any:
@@ -248,7 +250,8 @@ class _Norm:
 
 
 @torch.no_grad()
-def _fill(chunk: Any, config: Any, seed: int) -> None:
+def fill(chunk: Any, config: Any, seed: int) -> None:
+    """Give the parameters of a chunk the weights that their names in the whole model stand for."""
     for name, parameter in named_globally(chunk):
         parameter.copy_(_own_share(name, parameter, config, seed))
 
@@ -266,13 +269,14 @@ def _own_share(name: str, parameter: Any, config: Any, seed: int) -> torch.Tenso
     from .lora import cut
 
     if parameter.ndim == 1:  # norms
-        return float(name.endswith("weight")) + 0.02 * _draw(name, tuple(parameter.shape), seed)
+        return float(name.endswith("weight")) + 0.02 * draw(name, tuple(parameter.shape), seed)
     shape, dim = list(parameter.shape), parameter.partition_dim
     shape[dim] *= config.tensor_model_parallel_size
-    full = _draw(name, tuple(shape), seed) / shape[1] ** 0.5
+    full = draw(name, tuple(shape), seed) / shape[1] ** 0.5
     return cut(full, dim, parts=2 if name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1)
 
 
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Normal numbers that depend on the name and the seed alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.randn(shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:7], "big")))

@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 from megatron.core import parallel_state
 
+from .runtime import language_model
+
 
 class UnsupportedTopologyError(NotImplementedError):
     """A combination of parallel sizes that cannot run; the message says why and what to use instead."""
@@ -73,7 +75,9 @@ class Topology:
 
     @classmethod
     def of(cls, runtime: Any) -> Topology:
-        """What Megatron's parallel state and the runtime say."""
+        """What Megatron's parallel state and the runtime say; where there is no parallel state, nothing is cut."""
+        if not parallel_state.model_parallel_is_initialized():
+            return cls(1, 1, 1, 1, chunks=len(runtime.model))
         return cls(
             pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
             tensor=parallel_state.get_tensor_model_parallel_world_size(),
@@ -88,20 +92,23 @@ class Topology:
         return self.pipeline > 1 or self.chunks > 1
 
 
-def check_supported(topology: Topology, runtime: Any) -> None:
+def check_supported(
+    topology: Topology, runtime: Any, error: type[UnsupportedTopologyError] = UnsupportedTopologyError
+) -> None:
     """Refuse a pipelined combination that cannot run, before any rank talks to another about it.
 
     Raises:
-        UnsupportedTopologyError: with the reason and the cure.
+        UnsupportedTopologyError: of the type ``error``, with the reason and the cure.
     """
-    check_sizes(topology)
+    check_sizes(topology, error)
     if getattr(runtime.provider, "recompute_granularity", None) is not None:
-        _refuse("recompute")
-    if any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in runtime.model):
-        _refuse("tied")
+        _refuse("recompute", error)
+    chunks = map(language_model, runtime.model)
+    if any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks):
+        _refuse("tied", error)
 
 
-def check_sizes(topology: Topology) -> None:
+def check_sizes(topology: Topology, error: type[UnsupportedTopologyError] = UnsupportedTopologyError) -> None:
     """The part of ``check_supported`` that needs no model."""
     if not topology.is_pipelined:
         return
@@ -113,10 +120,10 @@ def check_sizes(topology: Topology) -> None:
     }
     for name, size in sizes.items():
         if size > 1:
-            _refuse(name)
+            _refuse(name, error)
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str, error: type[UnsupportedTopologyError]) -> None:
     row = SUPPORT[name]
     if not row.supported:
-        raise UnsupportedTopologyError(f"{row.combination} is not supported: {row.reason}; {row.cure}.")
+        raise error(f"{row.combination} is not supported: {row.reason}; {row.cure}.")

@@ -5,26 +5,34 @@ the group and returns placeholders.  Then all deferred groups go through the pip
 planned result are replaced by the outputs as they come.
 
 Note [re-planned after a change]: groups of later windows run ahead of the caller.  When he changes what they depend on
-inside his loop (an optimizer step, another slot), what has run ahead is dropped and the rest is planned again, so that
-the result is that of a trainer that runs one window after the other.
+inside his loop (an optimizer step, another slot, another stream), what has run ahead is dropped and the rest is planned
+again, so that the result is that of a trainer that runs one window after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
 
-from .agreement import gather
-from .compat import slot_parameters
+from .agreement import together
+from .compat import (
+    art_trainer_rank,
+    check_shape,
+    counted_where,
+    presented_as_one_stage,
+    refusal_of,
+    selection,
+    world_is,
+)
 from .gradients import counts_here, take_from_last_stage
-from .records import Records, replace, shifted, tensors_of
+from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
-from .requests import ForwardInputs, ForwardOutputs, materialize
-from .runtime import language_model
+from .runtime import Runtime, language_model
 from .stages import Group, Outputs, StageExecutor
 from .topology import Topology, check_supported
 
@@ -34,22 +42,38 @@ T = TypeVar("T")
 class PipelinedForward:
     """What a pipelined trainer overrides; it stands in front of the trainer's own class.
 
+    Over a model that is not cut into stages it changes nothing.
+
     Args:
         runtime: this rank's stage of the model.
         schedule: a name of ``pipeline_engine.SCHEDULES``.
         deadline: seconds that any single wait for another stage may take.
         options: of the trainer's own class.
 
+    Attributes:
+        stages: this rank's stage, or None if the model is not cut.
+
     Raises:
         UnsupportedTopologyError: this combination of parallel sizes cannot run.
+        UnsupportedHostError: the trainer's own class is not known to the adapter.
     """
 
+    host: type
+    stages: StageExecutor | None = None
+    _deferred: list[Group] | None = None
+    _stream: Generator[Outputs, None, None] | None = None
+    _changes = 0
+
     def __init__(self, runtime: Any, *, schedule: str = "1f1b", deadline: float = 600.0, **options: Any) -> None:
-        check_supported(Topology.of(runtime), runtime)
-        self._deferred: list[Group] | None = None
-        self._weights_changed = False
-        super().__init__(runtime, **options)  # type: ignore[call-arg]
-        self._records = Records.of(type(self).__mro__[2])
+        topology = Topology.of(runtime)
+        if not topology.is_pipelined:
+            super().__init__(runtime, **options)  # type: ignore[call-arg]
+            return
+        check_shape(self.host)
+        check_supported(topology, runtime, refusal_of(self.host))
+        with presented_as_one_stage(runtime.provider):
+            super().__init__(runtime, **options)  # type: ignore[call-arg]
+        self._records = Records(self.host)
         self.stages = StageExecutor(
             language_model(runtime.model[0]),
             parallel_state.get_pipeline_model_parallel_group(),
@@ -59,100 +83,103 @@ class PipelinedForward:
             deadline=deadline,
         )
 
-    def forward_micro_batches(self, inputs: Iterable[ForwardInputs]) -> Iterator[Any]:
+    def forward_micro_batches(self, inputs: Iterable[Any]) -> Iterator[Any]:
         """As the trainer's own; windows run ahead of the caller, see Note [re-planned after a change]."""
-        items = [materialize(item) for item in inputs]
-        start = 0
-        while True:
-            for window in self._windows(items[start:]):
-                selected = self._selection()
-                self._weights_changed = False
-                yield shifted(window, start)
-                if self._weights_changed or self._selection() != selected:
-                    start += window.stats.global_stop
-                    break
-            else:
-                return
+        if self.stages is None:
+            own: Iterator[Any] = super().forward_micro_batches(inputs)  # type: ignore[misc]
+            return own
+        return self._windows(inputs)
 
-    def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
+    def dp_rank_forward(self, inputs: Any) -> Any:
         """As the trainer's own."""
-        nested, groups = self._planned(lambda: super(PipelinedForward, self).dp_rank_forward(inputs))  # type: ignore[misc]
-        filled: ForwardOutputs = self._filled(nested, groups, self.stages.forward(groups))
-        return filled
-
-    def optim_step(self, **options: Any) -> dict[str, float]:
-        """As the trainer's own, once every gradient that was given has come through all stages."""
-        self.stages.pipeline.flush()
-        self._weights_changed = True
-        result: dict[str, float] = super().optim_step(**options)  # type: ignore[misc]
-        return result
-
-    def load_checkpoint_slot(self, *arguments: Any, **options: Any) -> int:
-        """As the trainer's own."""
-        self._weights_changed = True
-        loaded: int = super().load_checkpoint_slot(*arguments, **options)  # type: ignore[misc]
-        return loaded
-
-    def load_lora_slot(self, *arguments: Any, **options: Any) -> int:
-        """As the trainer's own."""
-        self._weights_changed = True
-        loaded: int = super().load_lora_slot(*arguments, **options)  # type: ignore[misc]
-        return loaded
+        run = super().dp_rank_forward  # type: ignore[misc]
+        if self.stages is None:
+            return run(inputs)
+        nested, groups = self._planned(lambda: run(inputs))
+        return self._filled(nested, groups, self.stages.forward(groups))
 
     def close(self) -> None:
         """Leave the pipeline; the trainer cannot run forwards any more."""
-        self.stages.pipeline.close()
+        if self.stages is not None:
+            self.stages.pipeline.close()
 
-    def _windows(self, items: Sequence[Any]) -> Iterator[Any]:
+    def _windows(self, inputs: Iterable[Any]) -> Iterator[Any]:
+        items, start = [materialized(item) for item in inputs], 0
+        while True:
+            with closing(self._unchanged_windows(items[start:])) as windows:
+                for window in windows:
+                    before = (self._changes, selection(self))
+                    yield shifted(window, start)
+                    if before != (self._changes, selection(self)):
+                        start += window.stats.global_stop
+                        break
+                else:
+                    return
+
+    def _unchanged_windows(self, items: Sequence[Any]) -> Generator[Any, None, None]:
         """Plan every window, then hand out each with its outputs as they come through the pipeline."""
         planning = super().forward_micro_batches(items)  # type: ignore[misc]
         planned: list[tuple[Any, list[Group]]] = []
         while (found := self._planned(lambda: next(planning, None)))[0] is not None:
             planned.append(found)
-        outputs = self.stages.stream([group for _, groups in planned for group in groups])
+        outputs = self._new_stream([group for _, groups in planned for group in groups])
         for window, groups in planned:
             filled = self._filled(window.outputs, groups, [next(outputs) for _ in groups])
             yield replace(window, outputs=filled)
         for _ in outputs:
             raise AssertionError("the pipeline has more outputs than were planned")
 
+    def _new_stream(self, groups: Sequence[Group]) -> Generator[Outputs, None, None]:
+        """Begin a stream; one that is still running ends, and its loop plans the rest again when it goes on."""
+        assert self.stages is not None
+        if self._stream is not None:
+            self._stream.close()
+        self._changes += 1
+        self._stream = stream = self.stages.stream(groups)
+        return stream
+
     def _planned(self, plan: Callable[[], T]) -> tuple[T, list[Group]]:
         """Run a forward of the trainer's own class up to its seam; its result holds placeholders."""
+        assert self.stages is not None
         groups: list[Group] = []
         self._deferred = groups
         try:
-            return plan(), groups
+            result = plan()
         finally:
             self._deferred = None
-
-    def _forward_packed(self, items: Sequence[Any], prepared: Any) -> list[Any]:
-        if self._deferred is None:
-            raise RuntimeError("a pipelined trainer runs forwards through forward_micro_batches and dp_rank_forward")
-        placeholders = [self._records.placeholder() for _ in items]
-        self._deferred.append(Group(items, prepared, int(prepared.tokens.numel()), placeholders))
-        return placeholders
-
-    def _track_slot_graph_outputs(self, slot: Any, outputs: Sequence[Any]) -> list[Any]:
-        if self._deferred is None:
-            tracked: list[Any] = super()._track_slot_graph_outputs(slot, outputs)  # type: ignore[misc]
-            return tracked
-        self._deferred[-1].slot = slot
-        return list(outputs)
+        self.stages.check_planned_alike(groups)
+        return result, groups
 
     def _filled(self, nested: Any, groups: Sequence[Group], found: Sequence[Outputs]) -> Any:
         """The planned result with outputs in the place of its placeholders, in the same nesting."""
-        by_placeholder: dict[int, Any] = {}
+        made: dict[int, Any] = {}
         for group, outputs in zip(groups, found, strict=True):
-            made = self._track_slot_graph_outputs(group.slot, [self._records.output(each) for each in outputs])
-            identities = [id(placeholder.hidden_states) for placeholder in group.placeholders]
-            by_placeholder |= dict(zip(identities, made, strict=True))
+            tracked = self._track_slot_graph_outputs(group.slot, [self._records.output(each) for each in outputs])
+            made |= dict(zip(group.numbers, tracked, strict=True))
+        return self._records.filled(nested, made)
 
-        def fill(node: Any) -> Any:
-            if isinstance(node, (list, tuple)):
-                return [fill(child) for child in node]
-            return by_placeholder.get(id(node.hidden_states), node)
+    # What follows is called by the trainer's own class.
 
-        return fill(nested)
+    def _forward_packed(self, items: Sequence[Any], prepared: Any) -> list[Any]:
+        if self.stages is None:
+            own: list[Any] = super()._forward_packed(items, prepared)  # type: ignore[misc]
+            return own
+        if self._deferred is None:
+            raise RuntimeError("a pipelined trainer runs forwards through forward_micro_batches and dp_rank_forward")
+        placeholders = [self._records.placeholder() for _ in items]
+        self._deferred.append(Group(items, prepared, [number for number, _ in placeholders]))
+        return [output for _, output in placeholders]
+
+    def _track_slot_graph_outputs(self, ref: Any, outputs: Sequence[Any]) -> list[Any]:
+        if self._deferred is not None:  # placeholders: nothing is alive yet
+            self._deferred[-1].slot = ref
+            return list(outputs)
+        tracked: list[Any] = super()._track_slot_graph_outputs(ref, outputs)  # type: ignore[misc]
+        return tracked
+
+    def _update_memory_profile(self, *arguments: Any, **options: Any) -> None:
+        if self._deferred is None:  # else what was measured is a forward that has not run
+            super()._update_memory_profile(*arguments, **options)  # type: ignore[misc]
 
     def _hidden_of(self, group: Group) -> torch.Tensor:
         hidden: torch.Tensor = super()._decoder_hidden(group.prepared)  # type: ignore[misc]
@@ -162,44 +189,54 @@ class PipelinedForward:
         outputs = super()._forward_packed(group.items, group.prepared)  # type: ignore[misc]
         return [tensors_of(output) for output in outputs]
 
-    def _selection(self) -> tuple[Any, ...]:
-        """What decides which slot a request without a slot of its own uses."""
-        return (self._default_slot_ref, *self._slot_stack)  # type: ignore[attr-defined]
+    def _dynamic_optim_step(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        step: Callable[..., dict[str, float]] = super()._dynamic_optim_step  # type: ignore[misc]
+        if self.stages is None:
+            return step(*arguments, **options)
+        with counted_where(counts_here, step):
+            return step(*arguments, **options)
 
-    def _reduce_dynamic_grads(self, params: Sequence[torch.nn.Parameter], *, scale_grads: float) -> Any:
-        take_from_last_stage(params)
-        return super()._reduce_dynamic_grads(params, scale_grads=scale_grads)  # type: ignore[misc]
+    def _reduce_dynamic_grads(self, params: Sequence[torch.nn.Parameter], **options: Any) -> Any:
+        if self.stages is not None:
+            self.stages.pipeline.flush()
+            self._changes += 1
+            take_from_last_stage(params)
+        return super()._reduce_dynamic_grads(params, **options)  # type: ignore[misc]
 
-    def _include_in_distributed_grad_norm(self, parameter: torch.nn.Parameter) -> bool:
-        included: bool = super()._include_in_distributed_grad_norm(parameter)  # type: ignore[misc]
-        return included and counts_here(parameter)
+    def _guard_checkpoint_can_step(self, name: str) -> None:
+        guard = super()._guard_checkpoint_can_step  # type: ignore[misc]
+        if self.stages is None:
+            guard(name)
+        else:
+            together("optim_step", lambda: guard(name))
 
-    def _validate_dynamic_slot_consistency(
-        self, kind: Any, name: str, loaded_sites: int
-    ) -> tuple[torch.nn.Parameter, ...]:
-        """The slot's parameters on this rank, once all ranks of each stage agree on them; stages may differ."""
-        params = slot_parameters(self, kind, name)
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in params]
-        by_stage: dict[int, Any] = {}
-        for rank, (other, *state) in enumerate(gather((stage, loaded_sites, shapes))):
-            if by_stage.setdefault(other, state) != state:
-                raise RuntimeError(
-                    f"{kind} slot {name!r} is not the same on all ranks of stage {other}: rank {rank} loaded "
-                    f"{state[0]} sites, another {by_stage[other][0]}; hand the full adapter to every rank"
-                )
-        return params
+    def _load_slot(self, *arguments: Any, **options: Any) -> int:
+        load = super()._load_slot  # type: ignore[misc]
+        self._changes += 1
+        if self.stages is None:
+            return int(load(*arguments, **options))
+        return int(together("loading a slot", lambda: load(*arguments, **options)))
 
-    @staticmethod
-    def _forward_memory_group() -> Any:
+    def _validate_dynamic_slot_consistency(self, *arguments: Any, **options: Any) -> Any:
+        """Stages of unequal size hold different parts of a slot; the ranks of one stage must hold the same."""
+        validate = super()._validate_dynamic_slot_consistency  # type: ignore[misc]
+        if self.stages is None:
+            return validate(*arguments, **options)
+        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        with world_is(stage, validate):
+            return together("loading a slot", lambda: validate(*arguments, **options))
+
+    def _forward_memory_group(self) -> Any:
         """The ranks that run one data-parallel rank's forward together: with TP=CP=1, those of the pipeline."""
+        if self.stages is None:
+            return super()._forward_memory_group()  # type: ignore[misc]
         return parallel_state.get_pipeline_model_parallel_group()
 
 
 @cache
-def pipelined(base: type) -> type:
+def pipelined(host: type) -> type:
     """The pipelined class over a trainer's own class."""
-    return type(f"Pipelined{base.__name__}", (PipelinedForward, base), {"__module__": __name__})
+    return type(f"Pipelined{host.__name__}", (PipelinedForward, host), {"__module__": __name__, "host": host})
 
 
 class TrainerRank:
@@ -207,16 +244,30 @@ class TrainerRank:
 
     Args:
         runtime: this rank's model chunks and their configuration.
+        host: the trainer's own class; by default the reference for an ``art_adapter.Runtime``, else ART's, from the
+            tree that the environment variable ``ART_SRC`` points to or as it is installed.
         schedule: pipeline schedule, used with several stages only; a name of ``pipeline_engine.SCHEDULES``.
         deadline: seconds that any single wait for another stage may take; used with several stages only.
         options: of the host's class.
 
     Raises:
         UnsupportedTopologyError: this combination of parallel sizes cannot run.
+        UnsupportedHostError: the host's class is not known to the adapter.
+        ImportError: ART cannot be found.
     """
 
-    def __new__(cls, runtime: Any, *, schedule: str = "1f1b", deadline: float = 600.0, **options: Any) -> Any:
+    def __new__(
+        cls,
+        runtime: Any,
+        *,
+        host: type | None = None,
+        schedule: str = "1f1b",
+        deadline: float = 600.0,
+        **options: Any,
+    ) -> Any:
         """Make an instance of the class that fits the topology."""
+        if host is None:
+            host = ReferenceTrainerRank if isinstance(runtime, Runtime) else art_trainer_rank()
         if not Topology.of(runtime).is_pipelined:
-            return ReferenceTrainerRank(runtime, **options)
-        return pipelined(ReferenceTrainerRank)(runtime, schedule=schedule, deadline=deadline, **options)
+            return host(runtime, **options)
+        return pipelined(host)(runtime, schedule=schedule, deadline=deadline, **options)

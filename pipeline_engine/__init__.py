@@ -17,16 +17,30 @@ if TYPE_CHECKING:
     from pipeline_engine.errors import UsageError as UsageError
     from pipeline_engine.plan.advance import lower as lower
     from pipeline_engine.plan.check import check as check
+    from pipeline_engine.plan.choose import Choice as Choice
+    from pipeline_engine.plan.choose import best_schedule as best_schedule
+    from pipeline_engine.plan.files import as_csv as as_csv
+    from pipeline_engine.plan.files import as_json as as_json
+    from pipeline_engine.plan.files import from_json as from_json
     from pipeline_engine.plan.graph import StageGraph as StageGraph
+    from pipeline_engine.plan.limit import limit as limit
+    from pipeline_engine.plan.order import plan_order as plan_order
+    from pipeline_engine.plan.render.perfetto import as_perfetto as as_perfetto
+    from pipeline_engine.plan.render.svg import as_svg as as_svg
+    from pipeline_engine.plan.render.text import as_text as as_text
+    from pipeline_engine.plan.report import Report as Report
+    from pipeline_engine.plan.report import report as report
     from pipeline_engine.plan.schedule import Schedule as Schedule
     from pipeline_engine.plan.schedules import SCHEDULES as SCHEDULES
     from pipeline_engine.plan.schedules import build as build
     from pipeline_engine.plan.simulate import Costs as Costs
     from pipeline_engine.plan.simulate import Timeline as Timeline
     from pipeline_engine.plan.simulate import simulate as simulate
+    from pipeline_engine.plan.trace import Trace as Trace
     from pipeline_engine.run.bridge import Pipeline as Pipeline
     from pipeline_engine.run.bridge import Yielded as Yielded
     from pipeline_engine.run.microbatch import Microbatch as Microbatch
+    from pipeline_engine.run.tracing import Tracer as Tracer
     from pipeline_engine.run.transports.memory import MemoryTransport as MemoryTransport
     from pipeline_engine.run.transports.torch_distributed import TorchTransport as TorchTransport
 
@@ -39,16 +53,30 @@ _HOMES = {
     "UsageError": "errors",
     "lower": "plan.advance",
     "check": "plan.check",
+    "best_schedule": "plan.choose",
+    "Choice": "plan.choose",
+    "as_csv": "plan.files",
+    "as_json": "plan.files",
+    "from_json": "plan.files",
     "StageGraph": "plan.graph",
+    "limit": "plan.limit",
+    "plan_order": "plan.order",
+    "as_perfetto": "plan.render.perfetto",
+    "as_svg": "plan.render.svg",
+    "as_text": "plan.render.text",
+    "Report": "plan.report",
+    "report": "plan.report",
     "Schedule": "plan.schedule",
-    "SCHEDULES": "plan.schedules",
     "build": "plan.schedules",
+    "SCHEDULES": "plan.schedules",
     "Costs": "plan.simulate",
-    "Timeline": "plan.simulate",
     "simulate": "plan.simulate",
+    "Timeline": "plan.simulate",
+    "Trace": "plan.trace",
     "Pipeline": "run.bridge",
     "Yielded": "run.bridge",
     "Microbatch": "run.microbatch",
+    "Tracer": "run.tracing",
     "MemoryTransport": "run.transports.memory",
     "TorchTransport": "run.transports.torch_distributed",
 }

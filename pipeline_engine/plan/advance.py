@@ -12,6 +12,8 @@ them: the result is a pure function of the history, the same on all ranks.
                it; what was passed over comes first
     give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
     invalidate the caller changed what forwards depend on: those that ran ahead are run again when they are asked for
+    give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
+    invalidate the caller changed what forwards depend on: those that ran ahead are run again when they are asked for
     skip(k)    the caller wants no gradient for k
     finish     the items are exhausted: pass over whatever blocks until nothing does
     close(n)   the caller left after n items: what was not yielded is dropped, what was given is finished
@@ -23,13 +25,15 @@ Each event returns a ``Batch``: for every rank the actions that it adds, transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 
 from pipeline_engine.errors import ScheduleError
-from pipeline_engine.plan.actions import BACKWARD, Action, Compute, Forward, makes, needs
+from pipeline_engine.plan.actions import BACKWARD, COMPUTE, Action, Compute, Forward, makes
+from pipeline_engine.plan.numbering import Rule, numbering_of
+from pipeline_engine.plan.remaining import Remaining
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import Batch, Transfers
-from pipeline_engine.plan.values import Activation, OutputGrad, Value
+from pipeline_engine.plan.values import Activation, OutputGrad
 
 
 class Replica:
@@ -40,23 +44,28 @@ class Replica:
         forward_only: nothing is differentiated: the same programs without their backwards, which still bound how far
             the forwards run ahead of the caller.
         hand_out: whether outputs travel to every rank; otherwise only the last stage's rank has them.
+        rank: the rank whose part of each batch is wanted, which is much faster; None for all.
+
+    Attributes:
+        yielded: microbatches that the caller was handed.
+        given: microbatches whose gradient he has given.
+        dropped: microbatches of which nothing more is computed.
     """
 
-    def __init__(self, schedule: Schedule, *, forward_only: bool = False, hand_out: bool = True) -> None:
+    def __init__(
+        self, schedule: Schedule, *, forward_only: bool = False, hand_out: bool = True, rank: int | None = None
+    ) -> None:
         self.schedule = schedule
         self.graph = schedule.graph
         self.forward_only = forward_only
-        self._programs = [[a for a in program if isinstance(a, (Forward, *BACKWARD))] for program in schedule.programs]
-        self._next = [0 for _ in self._programs]
-        self._passed: list[dict[Compute, None]] = [{} for _ in self._programs]
-        self._again: list[list[Compute]] = [[] for _ in self._programs]
-        self._made: set[Value] = set()
-        self._transfers = Transfers(self.graph, hand_out=hand_out)
         self.yielded: set[int] = set()
         self.given: set[int] = set()
         self.dropped: set[int] = set()
-        self._deferred: set[int] = set()
-        self._blocking: set[int] = set()
+        self._passing: set[int] = set()  # deferred and not given: backwards are passed over
+        self._numbering = numbering_of(schedule.graph)
+        self._made = bytearray(schedule.num_microbatches * self._numbering.width)  # by number: whether it is made
+        self._left = [Remaining(program) for program in _computing(schedule)]
+        self._transfers = Transfers(self.graph, hand_out=hand_out, rank=rank)
         self._closed_loop = False
 
     @property
@@ -67,14 +76,15 @@ class Replica:
     @property
     def is_done(self) -> bool:
         """Whether every program has been performed or dropped to its end."""
-        return not any(self._left(rank) for rank in range(len(self._programs)))
+        for left in self._left:
+            left.head(self._passing, self.dropped)
+        return all(left.is_done for left in self._left)
 
     def ask(self, microbatch: int) -> Batch:
         """The caller wants the output of ``microbatch``."""
-        if self.forward_only:
-            self.given |= self.yielded
-        self._advance(forwards=True)
-        while Activation(self.graph.last_stage, microbatch) not in self._made:
+        self._begin()
+        output = self._numbering.number(Activation(self.graph.last_stage, microbatch))
+        while not self._made[output]:
             self._defer(f"the output of microbatch {microbatch}")
         self._transfers.hand_out(microbatch)
         self.yielded.add(microbatch)
@@ -82,8 +92,9 @@ class Replica:
 
     def give(self, microbatches: Collection[int]) -> Batch:
         """The caller's backward call has reached the gates of ``microbatches``."""
-        self.given |= set(microbatches)
-        self._made |= {OutputGrad(m) for m in microbatches}
+        self._give(microbatches)
+        for microbatch in microbatches:
+            self._made[self._numbering.number(OutputGrad(microbatch))] = True
         self._advance(forwards=False)
         return self._transfers.end_batch()
 
@@ -93,19 +104,17 @@ class Replica:
         Raises:
             ScheduleError: the first one's backwards have not all been performed yet.
         """
-        wanted = set(microbatches)
-        if any(action.microbatch in wanted for rank in range(len(self._programs)) for action in self._left(rank)):
+        wanted = set(microbatches) - self.dropped
+        if any(action.microbatch in wanted for left in self._left for action in left.all()):
             raise ScheduleError(f"the backwards of microbatches {sorted(wanted)} have not all been performed yet.")
-        self._repeat(lambda action: isinstance(action, BACKWARD) and action.microbatch in wanted)
+        self._repeat([[a for a in left.program if _is_backward_of(a, wanted)] for left in self._left])
         self._advance(forwards=False)
         return self._transfers.end_batch()
 
     def invalidate(self) -> Batch:
         """What ran ahead of the caller is stale: forget it, and run it again when he asks for it."""
-        done = [set(program) - set(self._left(rank)) for rank, program in enumerate(self._programs)]
         settled = self.yielded | self.dropped
-        ahead = {a for actions in done for a in actions if isinstance(a, Forward) and a.microbatch not in settled}
-        self._repeat(lambda action: action in ahead)
+        self._repeat([_forwards_ahead(left, settled) for left in self._left])
         return self._transfers.end_batch()
 
     def skip(self, microbatch: int) -> None:
@@ -114,16 +123,14 @@ class Replica:
 
     def finish(self) -> Batch:
         """The caller has asked for every item."""
-        if self.forward_only:
-            self.given |= self.yielded
-        self._advance(forwards=True)
-        while self._blocking:
+        self._begin()
+        while self._blocking():
             self._defer("the end of the programs")
         return self._transfers.end_batch()
 
     def close(self) -> Batch:
         """The caller left early: drop what was not yielded, finish what was given."""
-        self.dropped |= set(range(self.schedule.num_microbatches)) - self.yielded
+        self._drop(set(range(self.schedule.num_microbatches)) - self.yielded)
         return self.finish()
 
     def drop_open(self) -> frozenset[int]:
@@ -138,7 +145,7 @@ class Replica:
         Raises:
             ScheduleError: the programs cannot reach their end.
         """
-        self.given = set(range(self.schedule.num_microbatches))
+        self._give(range(self.schedule.num_microbatches))
         self._closed_loop = True
         self._advance(forwards=True)
         if not self.is_done:
@@ -150,100 +157,114 @@ class Replica:
         self._transfers.drain()
         return self._transfers.end_batch()
 
+    def _begin(self) -> None:
+        """Forwards may run again."""
+        if self.forward_only:
+            self._give(self.yielded - self.given)
+        self._advance(forwards=True)
+
+    def _give(self, microbatches: Collection[int]) -> None:
+        self.given.update(microbatches)
+        self._passing.difference_update(microbatches)
+        for left in self._left:
+            left.give(microbatches)
+
     def _drop(self, microbatches: Collection[int]) -> None:
-        self.dropped |= set(microbatches)
-        for passed in self._passed:
-            for action in [action for action in passed if action.microbatch in microbatches]:
-                del passed[action]
+        self.dropped.update(microbatches)
+        self._passing.difference_update(microbatches)
+        for left in self._left:
+            left.drop(microbatches)
 
-    def _left(self, rank: int) -> list[Compute]:
-        """What the rank has not performed yet, apart from what was dropped."""
-        actions = (*self._again[rank], *self._passed[rank], *self._programs[rank][self._next[rank] :])
-        return [action for action in actions if action.microbatch not in self.dropped]
+    def _repeat(self, repeated: Sequence[Collection[Compute]]) -> None:
+        """Have actions that were performed performed once more, before all others; by rank."""
+        numbers = {self._numbering.number(value) for actions in repeated for a in actions for value in makes(a)}
+        for number in numbers:
+            self._made[number] = False
+        self._transfers.forget(numbers)
+        for left, actions in zip(self._left, repeated, strict=True):
+            left.repeat(actions)
 
-    def _repeat(self, is_repeated: Callable[[Compute], bool]) -> None:
-        """Have actions that were performed performed once more, before all others."""
-        repeated = [[action for action in program if is_repeated(action)] for program in self._programs]
-        remade = {value for actions in repeated for action in actions for value in makes(action)}
-        self._made -= remade
-        self._transfers.forget(remade)
-        for again, actions in zip(self._again, repeated, strict=True):
-            again[:] = dict.fromkeys((*again, *actions))
+    def _blocking(self) -> set[int]:
+        """Microbatches at whose backward a rank stands, since their gradient is not given."""
+        heads = (left.head(self._passing, self.dropped) for left in self._left)
+        return {
+            head.microbatch
+            for head in heads
+            if head is not None and head.microbatch not in self.given and self._numbering.rule(head).is_backward
+        }
 
     def _defer(self, wanted: str) -> None:
-        if not self._blocking:
+        blocking = self._blocking()
+        if not blocking:
             raise ScheduleError(f"schedule {self.schedule.name!r} cannot reach {wanted}:\n{self._stuck()}")
-        self._deferred.add(min(self._blocking))
+        self._passing.add(min(blocking))
         self._advance(forwards=True)
 
     def _advance(self, *, forwards: bool) -> None:
-        moved = True
-        while moved:
-            moved, self._blocking = False, set()
-            for rank in range(len(self._programs)):
-                while (action := self._head(rank)) is not None and self._may(action, forwards):
-                    self._take(rank, action)
-                    moved = True
+        """To the fixpoint: a rank is looked at again when something has come for it."""
+        rules = self._numbering.rules
+        awake = dict.fromkeys(range(len(self._left)))
+        while awake:
+            rank, _ = awake.popitem()
+            left = self._left[rank]
+            while (action := left.head(self._passing, self.dropped)) is not None:
+                rule = rules[type(action)][action.stage]
+                if not self._may(action, rule, forwards):
+                    break
+                left.take()
+                self._perform(rank, action, rule)
+                for woken in rule.wakes:
+                    awake[woken] = None
 
-    def _head(self, rank: int) -> Compute | None:
-        """The first action of ``rank`` that is left, those passed over first once their gradient is given."""
-        for action in self._again[rank]:
-            if action.microbatch not in self.dropped:
-                return action
-        for action in self._passed[rank]:
-            if action.microbatch in self.given:
-                return action
-        program = self._programs[rank]
-        while self._next[rank] < len(program):
-            action = program[self._next[rank]]
-            if action.microbatch in self.dropped:
-                self._next[rank] += 1
-            elif self._is_passed_over(action):
-                self._passed[rank][action] = None
-                self._next[rank] += 1
-            else:
-                return action
-        return None
-
-    def _is_passed_over(self, action: Compute) -> bool:
-        m = action.microbatch
-        return isinstance(action, BACKWARD) and m in self._deferred and m not in self.given
-
-    def _may(self, action: Compute, forwards: bool) -> bool:
-        if isinstance(action, BACKWARD):
+    def _may(self, action: Compute, rule: Rule, forwards: bool) -> bool:
+        if rule.is_backward:
             if action.microbatch not in self.given:
-                self._blocking.add(action.microbatch)
                 return False
             if self.forward_only:
                 return True
         elif not forwards:
             return False
-        return all(value in self._made for value in needs(action, self.graph))
+        base = action.microbatch * self._numbering.width
+        for offset in rule.needs:  # noqa: SIM110  a generator would double the time of this function
+            if not self._made[base + offset]:
+                return False
+        return True
 
-    def _take(self, rank: int, action: Compute) -> None:
-        if action in self._again[rank]:
-            self._again[rank].remove(action)
-        elif action in self._passed[rank]:
-            del self._passed[rank][action]
-        else:
-            self._next[rank] += 1
-        if self.forward_only and isinstance(action, BACKWARD):
+    def _perform(self, rank: int, action: Compute, rule: Rule) -> None:
+        if self.forward_only and rule.is_backward:
             return
-        self._made.update(makes(action))
+        self._made[action.microbatch * self._numbering.width + rule.makes] = True
         self._transfers.compute(rank, action)
-        if self._closed_loop and action == Forward(self.graph.last_stage, action.microbatch):
+        if self._closed_loop and rule.is_last_forward:
             self._transfers.hand_out(action.microbatch)
-            self._made.add(OutputGrad(action.microbatch))
+            self._made[self._numbering.number(OutputGrad(action.microbatch))] = True
 
     def _stuck(self) -> str:
+        heads = [left.head(self._passing, self.dropped) for left in self._left]
         return "\n".join(
             f"  rank {rank}   {head}   waits for {', '.join(self._missing(head)) or 'its turn'}"
-            for rank in range(len(self._programs))
-            if (head := self._head(rank)) is not None
+            for rank, head in enumerate(heads)
+            if head is not None
         )
 
-    def _missing(self, action: Action) -> list[str]:
-        return [str(value) for value in needs(action, self.graph) if value not in self._made]
+    def _missing(self, action: Compute) -> list[str]:
+        numbers = [action.microbatch * self._numbering.width + offset for offset in self._numbering.rule(action).needs]
+        return [str(self._numbering.name(action, number)) for number in numbers if not self._made[number]]
+
+
+def _is_backward_of(action: Compute, microbatches: Collection[int]) -> bool:
+    return isinstance(action, BACKWARD) and action.microbatch in microbatches
+
+
+def _forwards_ahead(left: Remaining, settled: Collection[int]) -> list[Compute]:
+    """The forwards of a rank that were performed before the caller asked for their output."""
+    waiting = set(left.all())
+    ahead = (action for action in left.program if isinstance(action, Forward) and action.microbatch not in settled)
+    return [action for action in ahead if action not in waiting]
+
+
+def _computing(schedule: Schedule) -> list[list[Compute]]:
+    return [[action for action in program if isinstance(action, COMPUTE)] for program in schedule.programs]
 
 
 def canonical_batches(schedule: Schedule, *, hand_out: bool = True, forward_only: bool = False) -> list[Batch]:
@@ -272,6 +293,8 @@ def lower(schedule: Schedule, *, hand_out: bool = True, forward_only: bool = Fal
     """
     if schedule.is_lowered:
         return schedule
-    batches = canonical_batches(schedule, hand_out=hand_out, forward_only=forward_only)
-    programs = [[action for batch in batches for action in batch[rank]] for rank in range(schedule.graph.num_ranks)]
+    programs: list[list[Action]] = [[] for _ in schedule.programs]
+    for batch in canonical_batches(schedule, hand_out=hand_out, forward_only=forward_only):
+        for program, part in zip(programs, batch, strict=True):
+            program += part
     return Schedule(schedule.name, schedule.graph, schedule.num_microbatches, programs)

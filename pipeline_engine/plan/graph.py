@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Literal
 
 from attrs import Factory, field, frozen
@@ -70,7 +71,7 @@ def _owned(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, lists))
 
 
-@frozen
+@frozen(cache_hash=True)
 class StageGraph:
     """A directed acyclic graph of stages, numbered along it, each owned by one rank.
 
@@ -191,9 +192,22 @@ class StageGraph:
         return tuple(hops)
 
     def relay(self) -> tuple[int, ...]:
-        """Ranks in the order in which an output reaches them, hop by hop, from the last stage's rank on."""
+        """Ranks in the order in which an output reaches them, from the last stage's rank on."""
         start = self.rank_of[self.last_stage]
         return (*range(start, -1, -1), *range(start + 1, self.num_ranks))
+
+    def deliveries(self) -> tuple[tuple[int, int], ...]:
+        """Pairs (from, to) of ranks on whose way an output reaches every rank once, in order.
+
+        Note [ways of outputs]: an output goes hop by hop, as the gradient comes back: whoever passes it on has just
+        needed it himself, and no rank sends more than one copy.  In loops the last rank also feeds the first one, which
+        needs an output before those between them have a moment to pass it on, so there each rank gets it at once; hop
+        by hop would cost ``interleaved`` 3 % at 8 ranks.
+        """
+        relay = self.relay()
+        if self.num_stages > self.num_ranks and self.is_placed("looped"):
+            return tuple((relay[0], rank) for rank in relay[1:])
+        return tuple(pairwise(relay))
 
 
 def _cure(edges: Iterable[tuple[int, int]]) -> str:

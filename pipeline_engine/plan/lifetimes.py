@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from pipeline_engine.plan.actions import maker_of, takers_of
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
 
 
-def reads(value: Value, rank: int, graph: StageGraph) -> int:
-    """How many actions read ``value`` on ``rank``: stages that take it, sends, and the publish of the last stage.
+def reads(value: Value, rank: int, graph: StageGraph, *, hand_out: bool = True) -> int:
+    """How many actions read ``value`` on ``rank``: stages that take it, sends, the publish and the yield.
 
     The value is freed after that many reads.  What a stage keeps for its own backward is not counted: it is freed by
     that backward.
+
+    Args:
+        value: made on ``rank``, or received there.
+        rank: where it is read.
+        graph: the stage graph.
+        hand_out: whether outputs travel to every rank; otherwise only the last stage's rank has them.
     """
     match value:
-        case Activation(stage, _):
-            takers = _count(graph.after(stage), rank, graph) + (stage == graph.last_stage)
-        case InputGrad(stage, _):
-            takers = _count(graph.before(stage), rank, graph)
+        case Activation(stage, _) | InputGrad(stage, _):
+            return _reads_of_staged(type(value)(stage, 0), rank, graph)
         case Output():
-            relay = graph.relay()
-            return 1 + (rank != relay[-1])
+            return 1 + (_passed_on(rank, graph) if hand_out else 0)
         case OutputGrad():
             return 1
+
+
+@lru_cache(maxsize=4096)
+def _reads_of_staged(value: Activation | InputGrad, rank: int, graph: StageGraph) -> int:
+    """The same for every microbatch, and asked for each value that is kept."""
+    is_activation = isinstance(value, Activation)
+    takers = graph.after(value.stage) if is_activation else graph.before(value.stage)
+    here = sum(graph.rank_of[stage] == rank for stage in takers)
+    published = is_activation and value.stage == graph.last_stage
     sends = len(takers_of(value, graph)) if maker_of(value, graph) == rank else 0
-    return takers + sends
+    return here + published + sends
 
 
-def _count(stages: tuple[int, ...], rank: int, graph: StageGraph) -> int:
-    return sum(graph.rank_of[stage] == rank for stage in stages)
+@lru_cache(maxsize=4096)
+def _passed_on(rank: int, graph: StageGraph) -> int:
+    return sum(source == rank for source, _ in graph.deliveries())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import get_args
 
 from attrs import field, frozen, validators
 
 from pipeline_engine.errors import ScheduleError
-from pipeline_engine.plan.actions import COMPUTE, Action, Program, parse_action
+from pipeline_engine.plan.actions import COMPUTE, Action, Program
 from pipeline_engine.plan.graph import StageGraph
+from pipeline_engine.plan.reading import programs_from_csv, programs_from_text
+
+_ACTIONS = get_args(Action)
 
 
 def _programs(programs: Iterable[Iterable[Action]]) -> tuple[Program, ...]:
@@ -42,8 +44,13 @@ class Schedule:
         if len(self.programs) != self.graph.num_ranks:
             raise ScheduleError(
                 f"schedule {self.name!r} has {len(self.programs)} programs for {self.graph.num_ranks} ranks; "
-                "each rank has exactly one."
+                f"each rank has exactly one.{self._surplus()}"
             )
+
+    def _surplus(self) -> str:
+        if len(self.programs) < self.graph.num_ranks:
+            return ""
+        return f"  Rank {self.graph.num_ranks} owns no stage: leave its program out, or give it a stage in rank_of."
 
     @property
     def is_lowered(self) -> bool:
@@ -57,28 +64,48 @@ class Schedule:
         Raises:
             ScheduleError: a word is not an action, or the number of lines is not the number of ranks.
         """
-        lines = [line.split() for line in text.strip().splitlines()]
-        return cls._from_words(lines, graph, name)
+        return cls(name, graph, *_counted(programs_from_text(text)))
 
     @classmethod
     def from_csv(cls, text: str, graph: StageGraph, name: str = "from csv") -> Schedule:
-        """Read one program a row, one action a cell; empty cells are idle slots and are passed over."""
-        rows = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(io.StringIO(text))]
-        return cls._from_words(rows, graph, name)
+        """Read one program a row, one action a cell; empty cells are idle slots and are passed over.
+
+        Raises:
+            As ``from_text``.
+        """
+        return cls(name, graph, *_counted(programs_from_csv(text)))
 
     @classmethod
-    def _from_words(cls, rows: Sequence[Sequence[str]], graph: StageGraph, name: str) -> Schedule:
-        programs = [[_parse_at(word, rank, step) for step, word in enumerate(words)] for rank, words in enumerate(rows)]
-        microbatches = [getattr(action, "microbatch", -1) for program in programs for action in program]
-        return cls(name, graph, max(microbatches, default=-1) + 1, programs)
+    def from_function(
+        cls, name: str, graph: StageGraph, num_microbatches: int, function: Callable[[int], Iterable[Action]]
+    ) -> Schedule:
+        """Ask a function for each rank's actions.
+
+        Args:
+            name: how the schedule is called in reports.
+            graph: the stage graph.
+            num_microbatches: m >= 0.
+            function: ``function(rank)`` returns the actions of a rank in order.
+
+        Raises:
+            ScheduleError: the function returned something that is not an action.
+        """
+        programs = [tuple(function(rank)) for rank in range(graph.num_ranks)]
+        for rank, program in enumerate(programs):
+            for step, action in enumerate(program):
+                if not isinstance(action, _ACTIONS):
+                    raise ScheduleError(
+                        f"rank {rank} step {step}: {action!r} is not an action; return for example Forward(stage, "
+                        "microbatch), or use Schedule.from_text."
+                    )
+        return cls(name, graph, num_microbatches, programs)
 
     def to_text(self) -> str:
         """One program a line, as ``from_text`` reads it."""
         return "\n".join(" ".join(str(action) for action in program) for program in self.programs)
 
 
-def _parse_at(word: str, rank: int, step: int) -> Action:
-    try:
-        return parse_action(word)
-    except ScheduleError as error:
-        raise ScheduleError(f"rank {rank} step {step}: {error}") from None
+def _counted(programs: tuple[Program, ...]) -> tuple[int, tuple[Program, ...]]:
+    """The number of microbatches that the programs name, and the programs."""
+    named = (getattr(action, "microbatch", -1) for program in programs for action in program)
+    return max(named, default=-1) + 1, programs

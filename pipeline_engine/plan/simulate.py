@@ -1,136 +1,42 @@
-"""Simulate: when each action of the lowered schedule starts and ends, under given costs."""
+"""Simulate: when each action of the lowered schedule starts and ends, under given costs.
+
+A rank does one thing at a time.  A message leaves when it is both sent and posted, and travels as its channel's costs
+say; messages do not slow each other down.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from attrs import Attribute, define, field, frozen
+from attrs import define, evolve, field
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import (
+    BACKWARD,
     COMPUTE,
     Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Compute,
     Forward,
     PostRecv,
     Program,
+    Publish,
     Send,
     WaitRecv,
     WaitSend,
     Yield,
 )
 from pipeline_engine.plan.advance import lower
+from pipeline_engine.plan.costs import Costs as Costs
+from pipeline_engine.plan.costs import PerStage as PerStage
 from pipeline_engine.plan.schedule import Schedule
-from pipeline_engine.plan.values import Value
+from pipeline_engine.plan.timeline import Idle, Place
+from pipeline_engine.plan.timeline import Span as Span
+from pipeline_engine.plan.timeline import Timeline as Timeline
+from pipeline_engine.plan.timeline import peak_in_flight as peak_in_flight
+from pipeline_engine.plan.values import Value, channel_of
 
-PerStage = float | tuple[float, ...]
-
-
-def _per_stage(value: float | Sequence[float]) -> PerStage:
-    return float(value) if isinstance(value, (int, float)) else tuple(float(each) for each in value)
-
-
-def _check_cost(_: object, attribute: Attribute[Any], value: PerStage) -> None:
-    for each in value if isinstance(value, tuple) else (value,):
-        if not each >= 0 or math.isinf(each):
-            raise ScheduleError(f"Costs.{attribute.name} is {each}; a cost is a finite number of seconds, 0 or more.")
-
-
-@frozen
-class Costs:
-    """What actions cost, in seconds.
-
-    Args:
-        forward: one forward; a number, or one for each stage.
-        backward_input: the half of a backward that makes the input gradient; a number, or one for each stage.
-        backward_weight: the other half; a whole backward costs both.
-        loss: the caller's code between a yield and the end of its backward call, without the stages' backwards.
-        latency: from a send to the earliest arrival.
-        seconds_per_byte: added to the latency for each of ``num_bytes``.
-        num_bytes: size of one message.
-        weights: relative cost of each microbatch; empty means 1 for each.
-
-    Raises:
-        ScheduleError: a cost is negative, infinite or not a number.
-    """
-
-    forward: PerStage = field(default=1.0, converter=_per_stage, validator=_check_cost)
-    backward_input: PerStage = field(default=1.0, converter=_per_stage, validator=_check_cost)
-    backward_weight: PerStage = field(default=1.0, converter=_per_stage, validator=_check_cost)
-    loss: float = field(default=0.0, converter=float, validator=_check_cost)
-    latency: float = field(default=0.0, converter=float, validator=_check_cost)
-    seconds_per_byte: float = field(default=0.0, converter=float, validator=_check_cost)
-    num_bytes: float = field(default=0.0, converter=float, validator=_check_cost)
-    weights: tuple[float, ...] = field(default=(), converter=tuple, validator=_check_cost)
-
-    def of(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its rank busy."""
-        match action:
-            case Forward(stage, m):
-                return self._at(self.forward, stage) * self._weight(m)
-            case Backward(stage, m):
-                whole = self._at(self.backward_input, stage) + self._at(self.backward_weight, stage)
-                return whole * self._weight(m)
-            case BackwardInput(stage, m):
-                return self._at(self.backward_input, stage) * self._weight(m)
-            case BackwardWeight(stage, m):
-                return self._at(self.backward_weight, stage) * self._weight(m)
-            case Yield():
-                return self.loss
-            case _:
-                return 0.0
-
-    @property
-    def transfer(self) -> float:
-        """Seconds from a send to its arrival."""
-        return self.latency + self.seconds_per_byte * self.num_bytes
-
-    @staticmethod
-    def _at(cost: PerStage, stage: int) -> float:
-        if not isinstance(cost, tuple):
-            return cost
-        if stage >= len(cost):
-            raise ScheduleError(f"costs are given for {len(cost)} stages, but there is a stage {stage}.")
-        return cost[stage]
-
-    def _weight(self, microbatch: int) -> float:
-        if not self.weights:
-            return 1.0
-        if microbatch >= len(self.weights):
-            raise ScheduleError(f"weights are given for {len(self.weights)} microbatches, there is a {microbatch}.")
-        return self.weights[microbatch]
-
-
-@frozen
-class Span:
-    """One action of one rank, from ``start`` to ``end`` in seconds."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@frozen
-class Timeline:
-    """What a simulation found.
-
-    Attributes:
-        spans: for each rank its computing actions and yields in order.
-        makespan: seconds from the start to the end of the last action.
-        bubble: idle share of all ranks' time: idle / (ranks * makespan).
-        peak_in_flight: for each rank the largest number of activations (of one stage and microbatch) held at once,
-            from their forward to the end of their whole backward.
-    """
-
-    spans: tuple[tuple[Span, ...], ...]
-    makespan: float
-    bubble: float
-    peak_in_flight: tuple[int, ...]
+_Message = tuple[Value, int, int]
+"""A value, the rank that it comes from, and the rank that it goes to."""
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -144,85 +50,164 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ScheduleError: the programs deadlock, or costs do not cover the stages or microbatches.
     """
     lowered = lower(schedule)
-    clock = _Clock(lowered, costs)
-    clock.run()
-    makespan = max((span.end for spans in clock.spans for span in spans), default=0.0)
-    busy = sum(span.end - span.start for spans in clock.spans for span in spans)
-    available = len(lowered.programs) * makespan
+    clocks = _run(lowered, costs)
+    makespan = max((clock.now for clock in clocks), default=0.0)
+    idle = tuple(evolve(clock.idle, drain=clock.idle.drain + makespan - clock.now) for clock in clocks)
+    available = len(clocks) * makespan
     return Timeline(
-        spans=tuple(tuple(spans) for spans in clock.spans),
+        spans=tuple(tuple(clock.spans) for clock in clocks),
         makespan=makespan,
-        bubble=1.0 - busy / available if available else 0.0,
+        bubble=sum(each.total for each in idle) / available if available else 0.0,
         peak_in_flight=tuple(peak_in_flight(program) for program in lowered.programs),
+        idle=idle,
+        waited_for=tuple(clock.waited_for for clock in clocks),
     )
 
 
-def peak_in_flight(program: Program) -> int:
-    """The largest number of activations held at once by a rank that performs ``program``."""
-    held = peak = 0
-    for action in program:
-        match action:
-            case Forward():
-                held += 1
-            case Backward() | BackwardWeight():
-                held -= 1
-        peak = max(peak, held)
-    return peak
+@define(eq=False)
+class _Arrivals:
+    """Messages between all ranks, and who waits for one.
 
+    Attributes:
+        times: seconds at which a message has arrived and for how many of these it travelled, and the sender's span
+            after which it was sent; once it is both sent and posted.
+        waiting: the ranks that wait for a message.
+    """
 
-@define
-class _Clock:
-    schedule: Schedule
     costs: Costs
-    now: list[float] = field(init=False)
-    next: list[int] = field(init=False)
-    spans: list[list[Span]] = field(init=False)
-    sent: dict[tuple[Value, int, int], float] = field(init=False, factory=dict)
-    posted: dict[tuple[Value, int, int], float] = field(init=False, factory=dict)
+    times: dict[_Message, tuple[float, float, Place]] = field(factory=dict)
+    waiting: dict[_Message, list[int]] = field(factory=dict)
+    _sent: dict[_Message, tuple[float, Place]] = field(factory=dict)
+    _posted: dict[_Message, float] = field(factory=dict)
+    _travel: dict[tuple[object, ...], tuple[float, float]] = field(factory=dict)
+
+    def send(self, message: _Message, now: float, after: Place) -> list[int]:
+        """A message is sent; returns the ranks that can go on."""
+        if message not in self._posted:
+            self._sent[message] = (now, after)
+            return []
+        return self._arrive(message, max(now, self._posted.pop(message)), after)
+
+    def post(self, message: _Message, now: float) -> list[int]:
+        """A message's receive is posted; returns the ranks that can go on."""
+        if message not in self._sent:
+            self._posted[message] = now
+            return []
+        sent, after = self._sent.pop(message)
+        return self._arrive(message, max(now, sent), after)
+
+    def _arrive(self, message: _Message, leaves: float, after: Place) -> list[int]:
+        value, source, target = message
+        key = (type(value), getattr(value, "stage", 0), source, target)
+        if key not in self._travel:
+            self._travel[key] = self.costs.travel(channel_of(value, source, target))
+        latency, per_weight = self._travel[key]
+        seconds = latency + per_weight * self.costs.weight(value.microbatch) if per_weight else latency
+        self.times[message] = (leaves + seconds, seconds, after)
+        return self.waiting.pop(message, [])
+
+
+@define(eq=False)
+class _Clock:
+    """One rank's time.
+
+    Attributes:
+        now: seconds.
+        waited_for: by number of a span, the span of another rank that it had to wait for.
+    """
+
+    rank: int
+    program: Program
+    costs: Costs
+    arrivals: _Arrivals
+    now: float = 0.0
+    step: int = 0
+    idle: Idle = field(factory=Idle)
+    spans: list[Span] = field(factory=list)
+    waited_for: dict[int, Place] = field(factory=dict)
+    woken: list[int] = field(factory=list)  # ranks that can go on because of this one
+    _verbs: dict[type[Action], Callable[[Any], bool]] = field(init=False)
+    _first_backward: int = field(init=False)
+    _last_forward: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        ranks = self.schedule.programs
-        self.now, self.next, self.spans = [0.0 for _ in ranks], [0 for _ in ranks], [[] for _ in ranks]
+        self._verbs = {
+            **dict.fromkeys((*COMPUTE, Yield), self._spend),
+            Publish: lambda _: True,
+            Send: self._send,
+            PostRecv: self._post,
+            WaitRecv: lambda action: self._wait((action.value, action.from_rank, self.rank)),
+            WaitSend: lambda action: self._wait((action.value, self.rank, action.to_rank)),
+        }
+        self._first_backward = _first(self.program, BACKWARD, _first(self.program, (Forward,), len(self.program)))
+        backwards = _first(reversed(self.program), (Forward,), len(self.program))
+        self._last_forward = len(self.program) - 1 - backwards
 
     def run(self) -> None:
-        while any(self._run_rank(rank) for rank in range(len(self.next))):
-            pass
-        for rank, program in enumerate(self.schedule.programs):
-            if self.next[rank] < len(program):
-                raise ScheduleError(
-                    f"schedule {self.schedule.name!r} deadlocks: rank {rank} step {self.next[rank]}   "
-                    f"{program[self.next[rank]]} never happens; check() shows the whole picture."
-                )
+        """Go on until something has to be waited for that has not left yet."""
+        program, verbs = self.program, self._verbs
+        while self.step < len(program):
+            action = program[self.step]
+            if not verbs[type(action)](action):
+                return
+            self.step += 1
 
-    def _run_rank(self, rank: int) -> bool:
-        program, before = self.schedule.programs[rank], self.next[rank]
-        while self.next[rank] < len(program) and self._perform(rank, program[self.next[rank]]):
-            self.next[rank] += 1
-        return self.next[rank] > before
-
-    def _perform(self, rank: int, action: Action) -> bool:
-        """Move the rank's clock past ``action``; False if what it waits for has not happened yet."""
-        match action:
-            case Send(value, target):
-                self.sent[value, rank, target] = self.now[rank]
-            case PostRecv(value, source):
-                self.posted[value, source, rank] = self.now[rank]
-            case WaitRecv(value, source):
-                return self._wait(rank, (value, source, rank))
-            case WaitSend(value, target):
-                return self._wait(rank, (value, rank, target))
-            case _ if isinstance(action, (*COMPUTE, Yield)):
-                self._spend(rank, action)
+    def _spend(self, action: Action) -> bool:
+        start = self.now
+        self.now = start + self.costs.of(action)
+        self.spans.append(Span(action, start, self.now))
         return True
 
-    def _wait(self, rank: int, message: tuple[Value, int, int]) -> bool:
-        if message not in self.sent or message not in self.posted:
+    def _send(self, action: Send) -> bool:
+        message = (action.value, self.rank, action.to_rank)
+        self.woken += self.arrivals.send(message, self.now, (self.rank, len(self.spans) - 1))
+        return True
+
+    def _post(self, action: PostRecv) -> bool:
+        self.woken += self.arrivals.post((action.value, action.from_rank, self.rank), self.now)
+        return True
+
+    def _wait(self, message: _Message) -> bool:
+        known = self.arrivals.times.get(message)
+        if known is None:
+            self.arrivals.waiting.setdefault(message, []).append(self.rank)
             return False
-        arrival = max(self.sent[message], self.posted[message]) + self.costs.transfer
-        self.now[rank] = max(self.now[rank], arrival)
+        arrival, travelled, after = known
+        if arrival > self.now:
+            self.idle = self._blamed(arrival - self.now, travelled)
+            self.now = arrival
+            if after[0] != self.rank:
+                self.waited_for[len(self.spans)] = after
         return True
 
-    def _spend(self, rank: int, action: Compute | Yield) -> None:
-        start = self.now[rank]
-        self.now[rank] = start + self.costs.of(action)
-        self.spans[rank].append(Span(action, start, self.now[rank]))
+    def _blamed(self, seconds: float, travelled: float) -> Idle:
+        idle, latency = self.idle, min(seconds, travelled)
+        cause = "imbalance"
+        if self.step < self._first_backward:
+            cause = "fill"
+        elif self.step > self._last_forward:
+            cause = "drain"
+        changes = {cause: getattr(idle, cause) + seconds - latency, "latency": idle.latency + latency}
+        return evolve(idle, **changes)
+
+
+def _first(program: Iterable[Action], verbs: tuple[type[Action], ...], default: int) -> int:
+    return next((step for step, action in enumerate(program) if isinstance(action, verbs)), default)
+
+
+def _run(schedule: Schedule, costs: Costs) -> list[_Clock]:
+    arrivals = _Arrivals(costs)
+    clocks = [_Clock(rank, program, costs, arrivals) for rank, program in enumerate(schedule.programs)]
+    awake = [clock.rank for clock in clocks]
+    while awake:
+        clock = clocks[awake.pop()]
+        clock.run()
+        awake += clock.woken
+        clock.woken.clear()
+    for clock in clocks:
+        if clock.step < len(clock.program):
+            raise ScheduleError(
+                f"schedule {schedule.name!r} deadlocks: rank {clock.rank} step {clock.step}   "
+                f"{clock.program[clock.step]} never happens; check() shows the whole picture."
+            )
+    return clocks

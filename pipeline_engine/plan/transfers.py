@@ -5,194 +5,170 @@ a batch it returns every rank's part of it, with receives posted ahead of their 
 
 Note [one send per value]: a value travels to a rank once, whatever number of stages there need it.
 
-Note [posted ahead]: a receive is posted in the batch in which its sender sends, so nothing is posted that nobody
-matches; within the batch at most ``AHEAD`` computing actions before its use, so that two buffers suffice, not before
-its size is known, and on each channel in the order of the sends.  Its send does not depend on this rank's next batch
-and it is never posted ahead over a yield, so that no receive hangs on the caller's code.
-
 Note [proven sends]: ``WaitSend`` stands where it cannot block: after a value has come back that the peer sent after
-it had received ours.
+it had received ours.  From a rank that no edge joins with ours nothing comes back: an output for it is waited for
+after further outputs, twice as many as there are ranks, by when it has long been read.
+
+Note [one rank's traffic]: a rank that writes only its own part still follows its peers' messages from and to itself,
+for they tell when its sends are proven; those between its peers it need not know.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection
-from itertools import pairwise
 
-from pipeline_engine.plan.actions import (
-    COMPUTE,
-    Action,
-    Compute,
-    PostRecv,
-    Program,
-    Publish,
-    Send,
-    WaitRecv,
-    WaitSend,
-    Yield,
-    makes,
-    needs,
-    sized_by,
-    takers_of,
-)
+from pipeline_engine.plan.actions import Compute, Program, Publish
+from pipeline_engine.plan.drafts import AHEAD as AHEAD
+from pipeline_engine.plan.drafts import Draft, Message
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.values import Channel, Output, Value, channel_of, continued
-
-AHEAD = 2
+from pipeline_engine.plan.numbering import numbering_of
+from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, continued
 
 Batch = tuple[Program, ...]
 """For each rank, the actions that one event adds to its program."""
 
 
 class Transfers:
-    """The traffic of one call, for all ranks at once.
+    """The traffic of one call.
 
     Args:
         graph: the stage graph.
         hand_out: whether outputs travel to every rank; otherwise only the last stage's rank has them.
+        rank: whose part of the batches is written, the others' stay empty; None for all.
     """
 
-    def __init__(self, graph: StageGraph, *, hand_out: bool) -> None:
-        self.graph = graph
-        self.relay = graph.relay() if hand_out else graph.relay()[:1]
-        ranks = range(graph.num_ranks)
-        self._actions: list[list[Action]] = [[] for _ in ranks]
-        self._computed: list[int | None] = [None for _ in ranks]  # how many of _actions stand before the hand-out
-        self._arriving: list[list[tuple[Value, int]]] = [[] for _ in ranks]  # of this batch, in the senders' order
-        self._unread: list[dict[Value, int]] = [{} for _ in ranks]  # posted, not waited for: value -> source
-        self._unsent: list[dict[WaitSend, None]] = [{} for _ in ranks]  # sent, not waited for
-        self._read: defaultdict[tuple[int, int], list[Value]] = defaultdict(list)  # by (reader, sender), not yet told
-        self._proof: dict[tuple[Value, int, int], list[Value]] = {}  # by (value, source, target): what it proves
+    def __init__(self, graph: StageGraph, *, hand_out: bool, rank: int | None = None) -> None:
+        self._numbering = numbering_of(graph)
+        self._width = self._numbering.width
+        self._output = self._numbering.offset(Output(0))
+        self._written = frozenset(range(graph.num_ranks) if rank is None else [rank])
+        self._drafts = [Draft() if rank in self._written else None for rank in range(graph.num_ranks)]
+        self._ways = self._ways_of_outputs(graph, hand_out)
+        self._joined = {frozenset((graph.rank_of[before], graph.rank_of[after])) for before, after in graph.edges}
+        self._handed: deque[list[Message]] = deque()  # by output, messages to ranks from which nothing comes back
+        self._unread: list[dict[int, Message]] = [{} for _ in self._drafts]  # sent, not waited for there: by number
+        self._unsent: list[dict[Message, None]] = [{} for _ in self._drafts]  # sent from there, not waited for
+        self._read: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # (reader, sender): not yet told
 
     def compute(self, rank: int, action: Compute) -> None:
         """Add a computing action, what it waits for and what it sends."""
-        for value in needs(action, self.graph):
-            if value in self._unread[rank]:
-                self._receive(rank, value)
-        self._actions[rank].append(action)
-        for value in makes(action):
-            for target in takers_of(value, self.graph):
-                self._send(rank, value, target)
+        rule = self._numbering.rules[type(action)][action.stage]
+        base = action.microbatch * self._width
+        for offset in rule.arrives:
+            if message := self._unread[rank].pop(base + offset, None):
+                self._receive(rank, message)
+        if draft := self._drafts[rank]:
+            draft.compute(action)
+        for travel in rule.travels:
+            if rank not in self._written and travel.target not in self._written:
+                continue
+            value = travel.kind(travel.stage, action.microbatch)
+            sizes = [base + offset for offset in travel.sized_by]
+            self._send(value, base + travel.offset, rank, travel.target, sizes)
 
     def hand_out(self, microbatch: int) -> None:
         """Bring an output to every rank, hop by hop, and yield it there."""
-        output = Output(microbatch)
-        self._mark_computed()
-        for hop, rank in enumerate(self.relay):
-            if hop == 0:
-                self._actions[rank].append(Publish(microbatch))
-            else:
-                self._receive(rank, output)
-            if hop + 1 < len(self.relay):
-                self._send(rank, output, self.relay[hop + 1])
-            self._actions[rank].append(Yield(microbatch))
+        self._end_computing()
+        number = microbatch * self._width + self._output
+        unanswered: list[Message] = []
+        for rank, targets in self._ways.items():
+            draft = self._drafts[rank]
+            if message := self._unread[rank].pop(number, None):
+                self._receive(rank, message)
+            elif draft:
+                draft.actions.append(Publish(microbatch))
+            for target in targets:
+                if draft or target in self._written:
+                    message = self._send(Output(microbatch), number, rank, target, [])
+                    if frozenset((rank, target)) not in self._joined:
+                        unanswered.append(message)
+        self._wait_for_old_outputs(unanswered)
+        for rank in self._ways:
+            if draft := self._drafts[rank]:
+                draft.hand_out(microbatch)
 
     def drain(self) -> None:
         """Wait for everything that is still on its way, needed or not."""
-        self._mark_computed()
+        self._end_computing()
         for rank, unread in enumerate(self._unread):
-            for value in tuple(unread):
-                self._receive(rank, value)
-        for rank, unsent in enumerate(self._unsent):
-            self._actions[rank].extend(unsent)
+            for message in unread.values():
+                self._receive(rank, message)
+            unread.clear()
+        for draft, unsent in zip(self._drafts, self._unsent, strict=True):
+            for message in unsent:
+                if draft:
+                    draft.wait_send(message)
             unsent.clear()
 
-    def forget(self, values: Collection[Value]) -> None:
+    def forget(self, numbers: Collection[int]) -> None:
         """Wait for what is on its way of these values, so that they can be sent once more."""
         for rank, unread in enumerate(self._unread):
-            for value in [value for value in unread if value in values]:
-                self._receive(rank, value)
-        for rank, unsent in enumerate(self._unsent):
-            for wait in [wait for wait in unsent if wait.value in values]:
-                self._actions[rank].append(wait)
-                del unsent[wait]
-        self._read = defaultdict(
-            list, {pair: [v for v in read if v not in values] for pair, read in self._read.items()}
-        )
-        self._proof = {key: [v for v in proven if v not in values] for key, proven in self._proof.items()}
+            for number in [number for number in unread if number in numbers]:
+                self._receive(rank, unread.pop(number))
+        for unsent in self._unsent:
+            for message in [message for message in unsent if message.number in numbers]:
+                self._wait_send(message)
 
     def end_batch(self) -> Batch:
-        """Every rank's actions since the last batch."""
-        self._mark_computed()
-        batch = tuple(self._with_posts(rank) for rank in range(self.graph.num_ranks))
-        for rank in range(self.graph.num_ranks):
-            self._actions[rank], self._computed[rank], self._arriving[rank] = [], None, []
+        """Every written rank's actions since the last batch."""
+        batch = tuple(draft.finish() if draft and draft.is_begun else () for draft in self._drafts)
+        for rank in self._written:
+            if (draft := self._drafts[rank]) and draft.is_begun:
+                self._drafts[rank] = Draft()
         return batch
 
-    def _mark_computed(self) -> None:
-        for rank, actions in enumerate(self._actions):
-            if self._computed[rank] is None:
-                self._computed[rank] = len(actions)
+    def _end_computing(self) -> None:
+        for rank in self._written:
+            if draft := self._drafts[rank]:
+                draft.end_computing()
 
-    def _send(self, rank: int, value: Value, target: int) -> None:
-        self._actions[rank].append(Send(value, target))
-        self._unsent[rank][WaitSend(value, target)] = None
-        self._arriving[target].append((value, rank))
-        self._unread[target][value] = rank
-        self._proof[value, rank, target] = self._read.pop((rank, target), [])
+    def _send(
+        self, value: Activation | InputGrad | Output, number: int, source: int, target: int, sizes: list[int]
+    ) -> Message:
+        message = Message(value, number, source, target, self._read.pop((source, target), []))
+        self._unread[target][number] = message
+        if draft := self._drafts[source]:
+            draft.send(message)
+            self._unsent[source][message] = None
+        if draft := self._drafts[target]:
+            draft.expect(message, sizes)
+        return message
 
-    def _receive(self, rank: int, value: Value) -> None:
-        source = self._unread[rank].pop(value)
-        self._actions[rank].append(WaitRecv(value, source))
-        self._read[rank, source].append(value)
-        for sent in self._proof.pop((value, source, rank)):
-            wait = WaitSend(sent, source)
-            del self._unsent[rank][wait]
-            self._actions[rank].append(wait)
+    def _receive(self, rank: int, message: Message) -> None:
+        self._read[rank, message.source].append(message)
+        if draft := self._drafts[rank]:
+            draft.receive(message)
+            for sent in message.proves:
+                self._wait_send(sent)
 
-    def _with_posts(self, rank: int) -> Program:
-        actions, arriving = self._actions[rank], self._arriving[rank]
-        if not arriving:
-            return tuple(actions)
-        computed = self._computed[rank]
-        places = _post_places(rank, actions, len(actions) if computed is None else computed, arriving, self.graph)
-        posts: defaultdict[int, list[Action]] = defaultdict(list)
-        for place, (value, source) in zip(places, arriving, strict=True):
-            posts[place].append(PostRecv(value, source))
-        merged: list[Action] = []
-        for position, action in enumerate(actions):
-            merged += posts.pop(position, ())
-            merged.append(action)
-        return (*merged, *(post for place in sorted(posts) for post in posts[place]))
+    def _wait_for_old_outputs(self, unanswered: list[Message]) -> None:
+        """See Note [proven sends]."""
+        self._handed.append(unanswered)
+        if len(self._handed) > 2 * len(self._drafts):
+            for message in self._handed.popleft():
+                self._wait_send(message)
 
+    def _wait_send(self, message: Message) -> None:
+        draft, unsent = self._drafts[message.source], self._unsent[message.source]
+        if draft and message in unsent:
+            del unsent[message]
+            draft.wait_send(message)
 
-def _post_places(
-    rank: int, actions: list[Action], computed: int, arriving: list[tuple[Value, int]], graph: StageGraph
-) -> list[int]:
-    """For each arrival the position before which it is posted: see Note [posted ahead]."""
-    wanted = [computed if place is None else place for place in _ahead(actions, arriving)]
-    earliest = _sized(rank, actions, arriving, graph)
-    soonest: dict[Channel, int] = {}
-    for index, (value, source) in reversed(list(enumerate(arriving))):
-        channel = channel_of(value, source, rank)
-        soonest[channel] = wanted[index] = min(wanted[index], soonest.get(channel, len(actions)))
-    latest: dict[Channel, int] = {}
-    for index, (value, source) in enumerate(arriving):
-        channel = channel_of(value, source, rank)
-        latest[channel] = wanted[index] = max(wanted[index], earliest[index], latest.get(channel, 0))
-    return wanted
+    def _ways_of_outputs(self, graph: StageGraph, hand_out: bool) -> dict[int, list[int]]:
+        """The ranks that an output reaches, in order, each with those that get it from there.
 
-
-def _ahead(actions: list[Action], arriving: list[tuple[Value, int]]) -> list[int | None]:
-    """For each arrival the position AHEAD computing actions before it is waited for, if that is in this batch."""
-    places: dict[Value, int] = {}
-    computing: list[int] = []
-    floor = 0
-    for position, action in enumerate(actions):
-        if isinstance(action, COMPUTE):
-            computing.append(position)
-        elif isinstance(action, Yield):
-            computing, floor = [], position + 1
-        elif isinstance(action, WaitRecv):
-            places[action.value] = computing[-AHEAD] if len(computing) >= AHEAD else floor
-    return [places.get(value) for value, _ in arriving]
-
-
-def _sized(rank: int, actions: list[Action], arriving: list[tuple[Value, int]], graph: StageGraph) -> list[int]:
-    """For each arrival the first position at which its size is known."""
-    made = {value: position + 1 for position, action in enumerate(actions) for value in makes(action)}
-    return [max((made.get(known, 0) for known in sized_by(value, rank, graph)), default=0) for value, _ in arriving]
+        A rank that writes only its own part needs to know of the one before it and of those after it.
+        """
+        ways: dict[int, list[int]] = {graph.relay()[0]: []}
+        if not hand_out:
+            return ways
+        for source, target in graph.deliveries():
+            ways[source].append(target)
+            ways[target] = []
+        reached = {target for rank in self._written for target in ways.get(rank, ())}
+        known = self._written | reached
+        return {rank: targets for rank, targets in ways.items() if rank in known or not known.isdisjoint(targets)}
 
 
 def channels_of(graph: StageGraph) -> tuple[Channel, ...]:
@@ -203,7 +179,6 @@ def channels_of(graph: StageGraph) -> tuple[Channel, ...]:
         if source != target:
             channels[Channel(source, target, f"x{before}")] = None
             channels[Channel(target, source, f"dx{after}")] = None
-    relay = graph.relay()
-    for source, target in pairwise(relay):
+    for source, target in graph.deliveries():
         channels[Channel(source, target, "y")] = None
     return tuple(part for channel in channels for part in (channel, continued(channel)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any, TypeAlias
 
 from attrs import Attribute, field, frozen, validators
@@ -18,7 +19,6 @@ def check_number(owner: object, attribute: Attribute[Any], number: object) -> No
     """
     if type(number) is not int or number < 0:
         raise ScheduleError(f"{type(owner).__name__}: {attribute.name} is {number!r}; it is an int, 0 or more.")
-
 
 
 @frozen(order=True, cache_hash=True)
@@ -108,15 +108,20 @@ def channel_of(value: Value, source: int, target: int) -> Channel:
     """The channel on which ``value`` travels from rank ``source`` to rank ``target``."""
     match value:
         case Activation(stage=stage):
-            return Channel(source, target, f"x{stage}")
+            return _channel(source, target, f"x{stage}")
         case InputGrad(stage=stage):
-            return Channel(source, target, f"dx{stage}")
+            return _channel(source, target, f"dx{stage}")
         case Output():
-            return Channel(source, target, "y")
+            return _channel(source, target, "y")
         case OutputGrad():
             raise ScheduleError(f"{value} never travels: every rank's caller computes it.")
 
 
 def continued(channel: Channel) -> Channel:
     """The channel for what does not fit the first part of a message of ``channel``."""
-    return Channel(channel.source, channel.target, f"{channel.name}+")
+    return _channel(channel.source, channel.target, f"{channel.name}+")
+
+
+@cache
+def _channel(source: int, target: int, name: str) -> Channel:
+    return Channel(source, target, name)

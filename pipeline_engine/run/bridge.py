@@ -6,8 +6,8 @@ import logging
 import os
 import pickle
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -21,6 +21,7 @@ from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.check import check
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
+from pipeline_engine.plan.limit import limit
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.schedules import build
 from pipeline_engine.plan.transfers import channels_of
@@ -30,11 +31,13 @@ from pipeline_engine.run.call import Call
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.executor import Executor
 from pipeline_engine.run.gate import Gatekeeper
-from pipeline_engine.run.mailbox import Mailbox, failure_of
+from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
 from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
+from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
 from pipeline_engine.run.stage import StageFunction, receive
+from pipeline_engine.run.tracing import Tracer
 from pipeline_engine.run.transports.base import Transport
 
 _log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class Yielded:
     index: int
     outputs: Any
     _call: Call
+    _place: int
 
 
 class Pipeline:
@@ -68,6 +72,11 @@ class Pipeline:
         schedule: a name of ``SCHEDULES``, or a ``Schedule`` of the caller's own.
         transport: moves messages between the ranks of this pipeline.
         deadline: seconds that any single wait may take.
+        order: ``"given"``, or ``"planned"``: by the weights of the microbatches, so that uneven ones leave little idle
+            time; then ``stream`` hands them out in another order, which ``Yielded.index`` tells.
+        max_in_flight: activations of one stage and microbatch that the fullest rank holds at once; a few more than
+            the schedule's own hide latency, fewer save memory.  See ``pe.best_schedule``.
+        tracer: records what this rank does; one of its own for each rank.
 
     Raises:
         UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
@@ -83,13 +92,17 @@ class Pipeline:
         schedule: str | Schedule,
         transport: Transport,
         deadline: float = 600.0,
+        order: Ordering = "given",
+        max_in_flight: int | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         _check_fit(stages, graph, transport)
         self._stages = dict(stages)
         self._graph = graph
         self._transport = transport
         self._deadline = float(deadline)
-        self._schedule_for = cache(lambda count: _checked(schedule, graph, count))
+        self._ordering, self._tracer = check_ordering(order), tracer
+        self._schedule_for = cache(lambda count: _checked(schedule, graph, count, max_in_flight))
         self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
         self._channels = channels_of(graph)
         self._gatekeeper = Gatekeeper()
@@ -97,6 +110,7 @@ class Pipeline:
         self._calls: list[Call] = []
         self._split_report: dict[int, str] = {}
         self._sent_bytes: Counter[Channel] = Counter()
+        self._unread: Unread = defaultdict(deque)
         self._count = 0
         self._unsettled = False
         self._is_closed = False
@@ -120,9 +134,7 @@ class Pipeline:
         """
         if any(call.is_running for call in self._calls):
             raise UsageError("a stream of this pipeline is still running: let it run out, or leave its loop, first.")
-        call = self._begin("stream", microbatches, num_microbatches)
-        call.is_running = True
-        return self._items(call)
+        return self._items(self._begin("stream", microbatches, num_microbatches))
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
         """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
@@ -133,7 +145,7 @@ class Pipeline:
             As ``stream``.
         """
         call = self._begin("forward", microbatches, num_microbatches)
-        return [call.ask(microbatch) for microbatch in range(call.executor.microbatches.count)]
+        return as_given([call.ask(place) for place in range(len(call.order))], call.order)
 
     def step(self, microbatches: Iterable[Microbatch], loss_fn: LossFunction) -> list[torch.Tensor]:
         """The closed loop: forwards, losses and backwards of all microbatches in one call.
@@ -153,7 +165,7 @@ class Pipeline:
 
         def compute_loss(microbatch: int, cargo: Cargo) -> None:
             argument = receive(cargo, differentiate=call.modes.differentiates)
-            loss = loss_fn(argument.tree, microbatch)
+            loss = loss_fn(argument.tree, call.order[microbatch])
             if call.modes.differentiates:
                 loss.backward()  # type: ignore[no-untyped-call]
                 call.executor.give(microbatch, argument.grads)
@@ -161,7 +173,7 @@ class Pipeline:
 
         call.executor.on_yield = compute_loss
         call.run_closed()
-        return self._everywhere(losses)
+        return as_given(self._everywhere(losses), call.order)
 
     def flush(self) -> None:
         """Finish every gradient that was given, drop every output whose gradient was not, and agree on that.
@@ -187,7 +199,7 @@ class Pipeline:
     def skip(self, item: Yielded) -> None:
         """Say on every rank that ``item`` gets no gradient, and free its memory."""
         self._check_open()
-        item._call.skip(item.index)
+        item._call.skip(item._place)
 
     def invalidate(self) -> None:
         """Say on every rank, at the same point, that what forwards depend on has changed.
@@ -228,9 +240,10 @@ class Pipeline:
             self.close()
 
     def _items(self, call: Call) -> Iterator[Yielded]:
+        call.is_running = True  # from the first item on: an iterator that nobody looks at ends with the next call
         try:
-            for microbatch in range(call.executor.microbatches.count):
-                yield Yielded(microbatch, call.ask(microbatch), call)
+            for place, index in enumerate(call.order):
+                yield Yielded(index, call.ask(place), call, place)
             call.finish()
         finally:
             call.is_running = False
@@ -238,11 +251,19 @@ class Pipeline:
     def _begin(
         self, entry: str, microbatches: Iterable[Microbatch], count: int | None, *, hand_out: bool = True
     ) -> Call:
+        order: Sequence[int] | None = None
+        if self._ordering == "planned":
+            order, microbatches = ordered(microbatches, self._schedule_for)
         source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
         modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
         self._agree(
             entry,
-            {"schedule": schedule.name, "number of microbatches": source.count, "grad mode": modes.differentiates},
+            {
+                "schedule": schedule.name,
+                "number of microbatches": source.count,
+                "grad mode": modes.differentiates,
+                "order": order or "as given",
+            },
         )
         self._end_calls(f"{entry} was called", keep_open=True)
         executor = Executor(
@@ -250,11 +271,12 @@ class Pipeline:
             graph=self._graph,
             stages=self._stages,
             microbatches=source,
-            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes),
+            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes, self._unread),
             channels=self._channels,
             differentiates=modes.differentiates,
             hands_out=hand_out,
             split_report=self._split_report,
+            recording=self._tracer.begin(schedule, source) if self._tracer else None,
         )
         forward_only = not modes.differentiates
         history = History(
@@ -263,7 +285,8 @@ class Pipeline:
             memory=self._memory,
             moment=self._memory.beginning((source.count, forward_only, hand_out)),
         )
-        call = Call(self._count, entry, history, executor, modes, self._gatekeeper, self._guarded)
+        places = order or range(source.count)
+        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._guarded)
         executor.on_yield = call.hand
         self._count += 1
         self._calls.append(call)
@@ -282,6 +305,7 @@ class Pipeline:
         """After a failure, once every rank has raised it: empty the channels and begin afresh."""
         if self._unsettled:
             self._transport.settle(deadline=self._deadline)
+            self._unread.clear()
             self._unsettled = False
         elif failure := self._transport.failure():
             raise failure.as_error()
@@ -336,12 +360,14 @@ def _check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport
         )
 
 
-def _checked(schedule: str | Schedule, graph: StageGraph, count: int) -> Schedule:
+def _checked(schedule: str | Schedule, graph: StageGraph, count: int, max_in_flight: int | None) -> Schedule:
     """The schedule for ``count`` microbatches, held to the laws."""
     built = schedule if isinstance(schedule, Schedule) else build(schedule, graph, count)
     if built.graph != graph:
         raise UsageError(f"schedule {built.name!r} was made for another graph than the pipeline's.")
     if built.num_microbatches != count:
         raise UsageError(f"schedule {built.name!r} is for {built.num_microbatches} microbatches, not for {count}.")
+    if max_in_flight is not None:
+        built = limit(built, max_in_flight)
     check(built)
     return built

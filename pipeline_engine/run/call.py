@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,8 @@ class Call:
         history: what the caller has done, and what it means for this rank.
         executor: performs this rank's part.
         modes: what the caller's thread was set to.
+        order: for each place in the schedule the caller's number of the microbatch that stands there; what is called
+            a microbatch in here is a place.
         gatekeeper: where the caller's gradients come in.
         guard: a context that takes note of errors for the whole pipeline.
 
@@ -40,6 +42,7 @@ class Call:
     history: History
     executor: Executor
     modes: Modes
+    order: Sequence[int]
     gatekeeper: Gatekeeper
     guard: Callable[[], AbstractContextManager[None]]
     is_running: bool = field(init=False, default=False)
@@ -112,7 +115,7 @@ class Call:
         if microbatch in self._why_dropped or not self.modes.differentiates:
             return
         if microbatch in self.given:
-            raise UsageError(f"microbatch {microbatch} cannot be skipped any more: its gradient was given.")
+            raise UsageError(f"microbatch {self.order[microbatch]} cannot be skipped any more: its gradient was given.")
         self._play("skip", microbatch)
         self._drop([microbatch], "was skipped")
 
@@ -120,11 +123,13 @@ class Call:
         """Raise UsageError if a gradient of ``microbatch`` comes too late."""
         self._check_not_over(microbatch)
         if microbatch in self._why_dropped:
-            raise UsageError(f"backward through microbatch {microbatch}, which {self._why_dropped[microbatch]}.")
+            raise UsageError(
+                f"backward through microbatch {self.order[microbatch]}, which {self._why_dropped[microbatch]}."
+            )
         if microbatch in self.given and microbatch not in self.executor.retained:
             raise UsageError(
-                f"backward through microbatch {microbatch} for the second time; its graph was freed by the first. "
-                "Call the first with retain_graph=True, or add the losses up and call backward once."
+                f"backward through microbatch {self.order[microbatch]} for the second time; its graph was freed by the "
+                "first. Call the first with retain_graph=True, or add the losses up and call backward once."
             )
 
     def end(self, why: str) -> None:
@@ -185,4 +190,6 @@ class Call:
             return
         if microbatch is None:
             raise UsageError(f"this {self.entry} cannot go on: it ended when {self._why_ended}.")
-        raise UsageError(f"backward through microbatch {microbatch}, which was dropped when {self._why_ended}.")
+        raise UsageError(
+            f"backward through microbatch {self.order[microbatch]}, which was dropped when {self._why_ended}."
+        )

@@ -41,6 +41,7 @@ from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.randomness import RandomState
 from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
+from pipeline_engine.run.tracing import Recording
 
 
 def describe(action: Action) -> str:
@@ -67,6 +68,7 @@ class Executor:
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
 
         split_report: by stage, what became of its split backwards; written here.
+        recording: notes when each action begins and ends, if anybody wants to know.
 
     Attributes:
         retained: microbatches whose graphs outlive their backward.
@@ -83,6 +85,7 @@ class Executor:
     differentiates: bool
     hands_out: bool
     split_report: dict[int, str]
+    recording: Recording | None
     on_yield: Callable[[int, Cargo], None] = field(init=False)
     retained: set[int] = field(init=False, factory=set)
     yielded: set[int] = field(init=False, factory=set)
@@ -98,8 +101,9 @@ class Executor:
         try:
             if failure := self.mailbox.transport.failure():
                 raise failure.as_error()
+            perform = self._perform if self.recording is None else self.recording.around(self._perform)
             for action in program:
-                self._perform(action)
+                perform(action)
                 performed += 1
         except BaseException as error:
             self._tell(error, program[performed:])
@@ -120,7 +124,8 @@ class Executor:
             case Yield(microbatch):
                 self._yield(microbatch)
             case Send(value, to_rank):
-                self.mailbox.send(value, to_rank, self._encoded(value, to_rank))
+                room = self._first_bytes(value, to_rank)
+                self.mailbox.send(value, to_rank, self._encoded(value, to_rank), room=room)
             case WaitSend(value, to_rank):
                 self.mailbox.wait_send(value, to_rank)
             case PostRecv(value, from_rank):

@@ -2,7 +2,7 @@
 
 Note [reading in order]: a message may have a second part, whose receive can be posted only once its first part has
 been read.  Second parts have a channel of their own, and for their order to be that of the sends, first parts are
-read in the order in which they were posted.
+read in the order in which they were posted, whichever call they belong to.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ class _Letter:
     is_read: bool = False
 
 
+Unread = defaultdict[Channel, deque[_Letter]]
+
+
 @frozen(eq=False)
 class Mailbox:
     """One call's messages, from the posting of their receives and sends to the waits.
@@ -38,20 +41,23 @@ class Mailbox:
         transport: moves the bytes.
         deadline: seconds for each single wait.
         sent_bytes: how much was sent on each channel.
+        unread: what has come or will come on each channel, for any call of the pipeline; see Note [reading in order].
     """
 
     transport: Transport
     deadline: float
     sent_bytes: Counter[Channel]
+    unread: Unread
     _letters: dict[Value, _Letter] = field(init=False, factory=dict)
-    _unread: defaultdict[Channel, deque[_Letter]] = field(init=False, factory=lambda: defaultdict(deque))
     _sends: dict[tuple[Value, int], list[Handle]] = field(init=False, factory=dict)
 
-    def send(self, value: Value, target: int, parts: Sequence[torch.Tensor]) -> None:
-        """Start sending the parts of a message."""
+    def send(self, value: Value, target: int, parts: Sequence[torch.Tensor], *, room: int = wire.FIRST_BYTES) -> None:
+        """Start sending the parts of a message, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
         self.sent_bytes[channel] += sum(part.numel() for part in parts)
-        handles = [self.transport.send(way, part) for way, part in zip((channel, continued(channel)), parts)]  # noqa: B905
+        first, *second = parts
+        handles = [self.transport.send(channel, first, room=room)]
+        handles += [self.transport.send(continued(channel), part) for part in second]
         self._sends[value, target] = handles
 
     def wait_send(self, value: Value, target: int) -> None:
@@ -59,12 +65,12 @@ class Mailbox:
         for handle in self._sends.pop((value, target)):
             self.transport.wait(handle, deadline=self.deadline)
 
-    def post(self, value: Value, source: int, num_bytes: int) -> None:
-        """Post the receive of a message whose first part has at most ``num_bytes`` bytes."""
+    def post(self, value: Value, source: int, room: int) -> None:
+        """Post the receive of a message whose first part has at most ``room`` bytes."""
         channel = channel_of(value, source, self.transport.rank)
-        letter = _Letter(value, self.transport.receive(channel, num_bytes))
+        letter = _Letter(value, self.transport.receive(channel, room))
         self._letters[value] = letter
-        self._unread[channel].append(letter)
+        self.unread[channel].append(letter)
 
     def take(self, value: Value, source: int) -> torch.Tensor:
         """Wait for a message; its bytes.
@@ -83,7 +89,7 @@ class Mailbox:
 
     def _read_next(self, channel: Channel) -> None:
         """Read the first part of the oldest unread message; see Note [reading in order]."""
-        letter = self._unread[channel][0]
+        letter = self.unread[channel][0]
         self.transport.wait(letter.first, deadline=self.deadline)
         failure = wire.failure_in(letter.first.buffer)
         if failure is not None:
@@ -91,7 +97,7 @@ class Mailbox:
         if size := wire.second_part_bytes(letter.first.buffer):
             letter.second = self.transport.receive(continued(channel), size)
         letter.is_read = True
-        self._unread[channel].popleft()
+        self.unread[channel].popleft()
 
     def notify(self, failure: Failure, owed: Iterable[tuple[Value, int]], channels: Iterable[Channel]) -> None:
         """Send a notice of failure in the place of every message that is still owed, and one more on every channel.

@@ -31,10 +31,7 @@ class Modes:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-                for device in _AUTOCAST_DEVICES
-            ),
+            autocast=_autocast_now(),
             default_dtype=torch.get_default_dtype(),
             context=contextvars.copy_context(),
         )
@@ -49,6 +46,9 @@ class Modes:
         return self.context.run(self._run, function)
 
     def _run(self, function: Callable[[], R]) -> R:
+        if self._all_but_grad_are_set():
+            with torch.set_grad_enabled(self.grad):
+                return function()
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -58,6 +58,20 @@ class Modes:
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             stack.enter_context(_default_dtype(self.default_dtype))
             return function()
+
+    def _all_but_grad_are_set(self) -> bool:
+        """Whether the thread is set to these modes as it is; in a steady loop it always is."""
+        return (
+            torch.is_inference_mode_enabled() == self.inference
+            and torch.get_default_dtype() == self.default_dtype
+            and self.autocast == _autocast_now()
+        )
+
+
+def _autocast_now() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    return tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES
+    )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import socket
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 from time import monotonic
 from typing import Protocol
 
@@ -51,13 +51,17 @@ def unpack_failure(text: bytes) -> Failure:
 
 @define(eq=False)
 class Watchdog:
-    """All that is heard is kept here; ``changed`` guards it and is notified."""
+    """All that is heard is kept here.
+
+    The lock is taken by itself, not through its condition: Ctrl-C within ``Condition.__enter__`` would leave it locked.
+    """
 
     rank: int
     _wires: Mapping[int, Wire]
     _master: Master
     grace: float = 0.3
-    changed: Condition = Factory(Condition)
+    _lock: RLock = Factory(RLock)
+    _changed: Condition = Factory(lambda self: Condition(self._lock), takes_self=True)
     epoch: int = 0
     _left: dict[int, Failure] = Factory(dict)
     _died: dict[int, Failure] = Factory(dict)
@@ -109,8 +113,8 @@ class Watchdog:
 
     def wait_until(self, over: Callable[[], bool], seconds: float) -> bool:
         """Block until ``over``, at most ``seconds``; whether it is."""
-        with self.changed:
-            return self.changed.wait_for(over, min(seconds, 1e6))
+        with self._lock:
+            return self._changed.wait_for(over, min(seconds, 1e6))
 
     # What this rank says.
 
@@ -120,27 +124,27 @@ class Watchdog:
 
     def tell_tallies(self, tally_for: Callable[[int], bytes]) -> None:
         """Tell each peer how much this rank has posted on the channels shared with it."""
-        with self.changed:
+        with self._lock:
             self.tallies()[self.rank] = tally_for(self.rank)
         for peer, wire in self._wires.items():
             wire.send(Frame(Kind.TALLY, self.epoch, 0, tally_for(peer)))
 
     def learn(self, failure: Failure) -> None:
         """Take ``failure`` for the first of this epoch, unless another one is known."""
-        with self.changed:
+        with self._lock:
             self._failures.setdefault(self.epoch, failure)
             self._alarm = self._alarm or monotonic() + self.grace
-            self.changed.notify_all()
+            self._changed.notify_all()
         self._ring()
 
     def say_word(self, number: int, word: bytes) -> None:
-        with self.changed:
+        with self._lock:
             self.words(number)[self.rank] = word
         self.tell_all(Kind.WORD, word, number)
 
     def begin_epoch(self) -> None:
         """Forget this epoch; what ranks that are ahead have said of the next one stands."""
-        with self.changed:
+        with self._lock:
             self._failures.pop(self.epoch, None)
             self._tallies.pop(self.epoch, None)
             for key in [key for key in self._words if key[0] <= self.epoch]:
@@ -181,9 +185,9 @@ class Watchdog:
 
     def _give_up(self, failure: Failure) -> None:
         """If the thread died silently everyone might block: nobody is reachable any more, and all are told."""
-        with self.changed:
+        with self._lock:
             self._died |= dict.fromkeys(self._wires, failure)
-            self.changed.notify_all()
+            self._changed.notify_all()
         self._master.fail(failure)
 
     def _round(self) -> None:
@@ -216,12 +220,12 @@ class Watchdog:
         frames, ended = self._wires[peer].read()
         if ended:
             self._selector.unregister(self._wires[peer].socket)
-        with self.changed:
+        with self._lock:
             for frame in frames:
                 self._note(peer, frame)
             if ended and peer not in self._left:
                 self._died[peer] = Failure(peer, "an unknown action", LOST, "")
-            self.changed.notify_all()
+            self._changed.notify_all()
         return peer in self._died
 
     def _note(self, peer: int, frame: Frame) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import pipeline_engine as pe
 from pipeline_engine.plan.actions import (
+    BACKWARD,
     COMPUTE,
     Action,
     Backward,
@@ -134,7 +135,7 @@ def test_an_action_before_what_it_needs_is_refused(place: tuple[pe.Schedule, int
     program = list(schedule.programs[rank])
     first = program[step]
     later = {
-        Forward: lambda a: isinstance(a, Backward) and a.microbatch == first.microbatch,
+        Forward: lambda a: isinstance(a, BACKWARD) and (a.stage, a.microbatch) == (first.stage, first.microbatch),
         PostRecv: lambda a: isinstance(a, WaitRecv) and a.value == first.value,
         Send: lambda a: isinstance(a, WaitSend) and a.value == first.value,
         Publish: lambda a: isinstance(a, Yield) and a.microbatch == first.microbatch,

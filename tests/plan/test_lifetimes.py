@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
-from pipeline_engine.plan.actions import Backward, Forward, PostRecv, Publish, Send, WaitRecv, WaitSend, Yield
+from pipeline_engine.plan.actions import (
+    Backward,
+    BackwardInput,
+    Forward,
+    PostRecv,
+    Publish,
+    Send,
+    WaitRecv,
+    WaitSend,
+    Yield,
+)
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.lifetimes import reads
 from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
@@ -26,7 +36,7 @@ def test_a_value_is_read_as_often_as_its_lifetime_says(schedule: pe.Schedule, ha
                 case Forward(stage, m):
                     made[Activation(stage, m)] += 1
                     read.update(Activation(before, m) for before in graph.before(stage))
-                case Backward(stage, m):
+                case Backward(stage, m) | BackwardInput(stage, m):
                     made[InputGrad(stage, m)] += 1
                     read.update(InputGrad(after, m) for after in graph.after(stage))
                     read.update([OutputGrad(m)] if stage == graph.last_stage else [])
@@ -43,8 +53,7 @@ def test_a_value_is_read_as_often_as_its_lifetime_says(schedule: pe.Schedule, ha
                     pass
         assert set(made.values()) <= {1}
         for value in made:
-            if hand_out or not isinstance(value, Output):
-                assert read[value] == reads(value, rank, graph), f"{value} on rank {rank}"
+            assert read[value] == reads(value, rank, graph, hand_out=hand_out), f"{value} on rank {rank}"
 
 
 def test_a_value_that_skips_a_stage_is_read_by_both_its_takers() -> None:

@@ -12,6 +12,7 @@ import torch
 
 import pipeline_engine as pe
 from pipeline_engine.run.microbatches import Microbatches
+from tests.run.playing import Rank, batch, loss_of, on_ranks
 
 
 def test_an_iterator_is_read_as_far_as_it_is_needed() -> None:
@@ -34,7 +35,8 @@ def test_a_microbatch_is_let_go_after_its_last_use() -> None:
 
     thing = Input()
     alive = weakref.ref(thing)
-    microbatches = Microbatches(iter([pe.Microbatch((thing,))]), 1, uses=2)
+    things = [thing]
+    microbatches = Microbatches((pe.Microbatch((things.pop(),)) for _ in range(1)), 1, uses=2)
     del thing
     assert microbatches[0] is not None
     microbatches.release(0)
@@ -72,3 +74,21 @@ def test_what_is_no_microbatch_is_refused_with_the_cure() -> None:
 def test_a_weight_is_positive(weight: float) -> None:
     with pytest.raises(ValueError, match="weight"):
         pe.Microbatch(weight=weight)
+
+
+def test_a_pipeline_reads_its_inputs_as_late_as_the_schedule_allows() -> None:
+    def on_rank(rank: Rank) -> list[int]:
+        read: list[int] = []
+
+        def lazily() -> Iterator[pe.Microbatch]:
+            for number, microbatch in enumerate(batch([1] * 6)):
+                read.append(number)
+                yield microbatch
+
+        lengths = []
+        for item in rank.pipeline.stream(lazily(), num_microbatches=6):
+            lengths.append(len(read))
+            loss_of(item.outputs, item.index).backward()
+        return lengths
+
+    assert on_ranks(on_rank, 3) == [[3, 4, 5, 6, 6, 6], [2, 3, 4, 5, 6, 6], [1, 2, 3, 4, 5, 6]]

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import pipeline_engine as pe
 from pipeline_engine.run.modes import Modes
-from tests.run.playing import Layer, batch, loss_of, on_pipelines
+from tests.run.playing import Layer, Rank, batch, loss_of, on_ranks
 
 SLOT: ContextVar[str] = ContextVar("SLOT", default="none")
 
@@ -68,41 +67,41 @@ class Witness(Layer):
 
 
 def test_a_stage_sees_the_callers_modes_in_its_forward_and_in_its_backward() -> None:
-    def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+    def on_rank(rank: Rank) -> None:
         SLOT.set("student")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = now()
-            items = pipeline.stream(batch([2] * 5))
+            items = rank.pipeline.stream(batch([2] * 5))
         SLOT.set("somebody else")
         for item in items:
             loss_of(item.outputs.float(), item.index).backward()
-        pipeline.flush()
-        assert len(stage.seen) == 10 and set(stage.seen) == {expected}
+        rank.pipeline.flush()
+        assert len(rank.stage.seen) == 10 and set(rank.stage.seen) == {expected}
         assert SLOT.get() == "somebody else" and not torch.is_autocast_enabled("cpu")
 
-    on_pipelines(on_rank, 3, "1f1b", Witness)
+    on_ranks(on_rank, 3, "1f1b", Witness)
 
 
 def test_a_stage_sees_the_callers_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)  # for all threads, as torch has it
     try:
 
-        def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
-            next(pipeline.stream(batch([1])))
-            assert stage.seen[0][4] is torch.float64
+        def on_rank(rank: Rank) -> None:
+            next(rank.pipeline.stream(batch([1])))
+            assert rank.stage.seen[0][4] is torch.float64
 
-        on_pipelines(on_rank, 2, "1f1b", lambda number: Witness(number).double())
+        on_ranks(on_rank, 2, "1f1b", lambda number: Witness(number).double())
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_stage_sees_that_nothing_is_differentiated(mode: Any) -> None:
-    def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+    def on_rank(rank: Rank) -> None:
         with mode():
             expected = now()
-            for item in pipeline.stream(batch([2] * 4)):
+            for item in rank.pipeline.stream(batch([2] * 4)):
                 assert item.outputs.is_inference() == (mode is torch.inference_mode)
-        assert len(stage.seen) == 4 and set(stage.seen) == {expected}
+        assert len(rank.stage.seen) == 4 and set(rank.stage.seen) == {expected}
 
-    on_pipelines(on_rank, 3, "1f1b", Witness)
+    on_ranks(on_rank, 3, "1f1b", Witness)

@@ -13,7 +13,7 @@ from torch import nn
 import pipeline_engine as pe
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.stage import receive, run_forward
-from tests.run.playing import WIDTH, Layer, on_pipelines
+from tests.run.playing import WIDTH, Layer, Rank, on_ranks
 
 Function = Callable[..., Any]
 
@@ -41,9 +41,9 @@ def as_one_process(functions: tuple[Function, ...], value: torch.Tensor, loss: C
     stages = [Stages(number, functions) for number in range(len(functions))]
     outputs = []
     for scale in (1.0, 2.0):
-        result: Any = (value * scale,)
+        result: Any = value * scale
         for stage in stages:
-            result = stage(*result) if isinstance(result, tuple) and stage is stages[0] else stage(result)
+            result = stage(result)
         outputs.append(result)
         loss(result).backward()
     return outputs, [stage.parameter.grad for stage in stages]
@@ -56,22 +56,22 @@ def check_cut(
     value = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(5))
     outputs, grads = as_one_process(functions, value, loss)
 
-    def on_rank(pipeline: pe.Pipeline, stage: Any) -> Any:
+    def on_rank(rank: Rank) -> Any:
         microbatches = [pe.Microbatch((value * scale,)) for scale in (1.0, 2.0)]
         seen = []
-        for item in pipeline.stream(microbatches):
+        for item in rank.pipeline.stream(microbatches):
             seen.append(item.outputs)
             loss(item.outputs).backward()
-        pipeline.flush()
-        return seen, stage.parameter.grad
+        rank.pipeline.flush()
+        return seen, rank.stage.parameter.grad
 
-    ranks = on_pipelines(on_rank, len(functions), "1f1b", lambda number: Stages(number, functions))
-    for rank, (seen, grad) in enumerate(ranks):
+    ranks = on_ranks(on_rank, len(functions), "1f1b", lambda number: Stages(number, functions))
+    for number, (seen, grad) in enumerate(ranks):
         for left, right in zip(seen, outputs, strict=True):
-            assert all(map(torch.equal, Cargo.of(left).leaves, Cargo.of(right).leaves)), f"outputs on rank {rank}"
-        expected = grads[rank]
-        assert (grad is None) == (expected is None), f"rank {rank}: {grad} is not {expected}"
-        assert grad is None or torch.equal(grad, expected), f"gradient on rank {rank}"
+            assert all(map(torch.equal, Cargo.of(left).leaves, Cargo.of(right).leaves)), f"outputs on rank {number}"
+        expected = grads[number]
+        assert (grad is None) == (expected is None), f"rank {number}: {grad} is not {expected}"
+        assert grad is None or torch.equal(grad, expected), f"gradient on rank {number}"
 
 
 def test_the_first_operation_on_what_was_received_may_be_in_place() -> None:
@@ -167,24 +167,24 @@ def test_a_stage_may_return_its_parameter() -> None:
 
 
 def test_when_no_stage_needs_a_gradient_outputs_have_no_history() -> None:
-    def on_rank(pipeline: pe.Pipeline, _: Any) -> None:
-        for item in pipeline.stream([pe.Microbatch((torch.ones(2, WIDTH),))] * 5):
+    def on_rank(rank: Rank) -> None:
+        for item in rank.pipeline.stream([pe.Microbatch((torch.ones(2, WIDTH),))] * 5):
             assert not item.outputs.requires_grad
-        pipeline.flush()
+        rank.pipeline.flush()
 
     for schedule in pe.SCHEDULES:
-        on_pipelines(on_rank, 3, schedule, lambda number: nn.Identity())
+        on_ranks(on_rank, 2, schedule, lambda number: nn.Identity())
 
 
 def test_the_callers_own_graph_behind_an_input_gets_its_gradient() -> None:
-    def on_rank(pipeline: pe.Pipeline, stage: Layer) -> torch.Tensor | None:
+    def on_rank(rank: Rank) -> torch.Tensor | None:
         embedding = torch.ones(2, WIDTH, requires_grad=True)
-        for item in pipeline.stream([pe.Microbatch((embedding * (number + 1),)) for number in range(3)]):
+        for item in rank.pipeline.stream([pe.Microbatch((embedding * (number + 1),)) for number in range(3)]):
             item.outputs.sum().backward()
-        pipeline.flush()
+        rank.pipeline.flush()
         return embedding.grad
 
-    first, second = on_pipelines(on_rank)
+    first, second = on_ranks(on_rank)
     embedding = torch.ones(2, WIDTH, requires_grad=True)
     for number in range(3):
         Layer(1)(Layer(0)(embedding * (number + 1))).sum().backward()
@@ -192,9 +192,9 @@ def test_the_callers_own_graph_behind_an_input_gets_its_gradient() -> None:
 
 
 def test_shared_arguments_reach_every_stage_by_name_and_inputs_only_the_first() -> None:
-    def on_rank(pipeline: pe.Pipeline, stage: Any) -> None:
+    def on_rank(rank: Rank) -> None:
         shared = {"offset": torch.full((1,), 10.0), "labels": ["a", "b"]}
-        (item,) = pipeline.stream([pe.Microbatch((torch.zeros(1), torch.ones(1)), shared)])
+        (item,) = rank.pipeline.stream([pe.Microbatch((torch.zeros(1), torch.ones(1)), shared)])
         assert item.outputs.tolist() == [31.0]
 
     def stage_of(number: int) -> Any:
@@ -207,40 +207,40 @@ def test_shared_arguments_reach_every_stage_by_name_and_inputs_only_the_first() 
 
         return first if number == 0 else later
 
-    on_pipelines(on_rank, 3, "1f1b", stage_of)
+    on_ranks(on_rank, 3, "1f1b", stage_of)
 
 
 def test_hooks_on_a_parameter_fire_once_per_microbatch() -> None:
     fired: dict[int, int] = {0: 0, 1: 0}
 
-    def on_rank(pipeline: pe.Pipeline, stage: Layer) -> None:
+    def on_rank(rank: Rank) -> None:
         def count(_: torch.Tensor) -> None:
-            fired[stage.number] += 1
+            fired[rank.number] += 1
 
-        stage.weight.register_post_accumulate_grad_hook(count)
-        for item in pipeline.stream([pe.Microbatch((torch.ones(1, WIDTH),))] * 4):
+        rank.stage.weight.register_post_accumulate_grad_hook(count)
+        for item in rank.pipeline.stream([pe.Microbatch((torch.ones(1, WIDTH),))] * 4):
             item.outputs.sum().backward()
 
-    on_pipelines(on_rank)
+    on_ranks(on_rank)
     assert fired == {0: 4, 1: 4}
 
 
 def test_buffers_and_random_numbers_are_touched_once_per_microbatch() -> None:
     """No trial forward: a batch norm counts its batches."""
 
-    def on_rank(pipeline: pe.Pipeline, stage: Any) -> int:
-        for item in pipeline.stream([pe.Microbatch((torch.randn(4, WIDTH),)) for _ in range(3)]):
+    def on_rank(rank: Rank) -> int:
+        for item in rank.pipeline.stream([pe.Microbatch((torch.randn(4, WIDTH),)) for _ in range(3)]):
             item.outputs.sum().backward()
-        return int(stage.num_batches_tracked)
+        return int(rank.stage.num_batches_tracked)
 
-    assert on_pipelines(on_rank, 2, "1f1b", lambda number: nn.BatchNorm1d(WIDTH)) == [3, 3]
+    assert on_ranks(on_rank, 2, "1f1b", lambda number: nn.BatchNorm1d(WIDTH)) == [3, 3]
 
 
 def test_received_tensors_are_no_leaves_and_no_views() -> None:
-    tree, taps = receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=True)
-    assert tree.requires_grad and not tree.is_leaf and not tree._is_view() and len(taps) == 1
-    plain, _ = receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=False)
-    assert not plain.requires_grad
+    received = receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=True)
+    assert received.tree.requires_grad and not received.tree.is_leaf and not received.tree._is_view()
+    assert len(received.taps) == 1
+    assert not receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=False).tree.requires_grad
 
 
 def test_without_a_backward_to_come_nothing_is_kept() -> None:
@@ -250,9 +250,9 @@ def test_without_a_backward_to_come_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize("inputs", [(), (torch.ones(1), torch.ones(1))])
 def test_a_stage_called_with_the_wrong_arguments_raises_its_own_error(inputs: tuple[torch.Tensor, ...]) -> None:
-    def on_rank(pipeline: pe.Pipeline, stage: Layer) -> str:
+    def on_rank(rank: Rank) -> str:
         with pytest.raises((TypeError, pe.PeerFailedError), match="argument") as caught:
-            list(pipeline.stream([pe.Microbatch(inputs)]))
+            list(rank.pipeline.stream([pe.Microbatch(inputs)]))
         return type(caught.value).__name__
 
-    assert on_pipelines(on_rank) == ["TypeError", "PeerFailedError"]
+    assert on_ranks(on_rank) == ["TypeError", "PeerFailedError"]

@@ -7,6 +7,7 @@ import random
 import signal
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -258,6 +259,8 @@ def stop(rank: int) -> float:
         assert told(lambda: wait_for(transport, 2)).doing == BOOM.doing
         os.kill(pids[2], signal.SIGCONT)
     else:
+        while Path(f"/proc/{pids[2]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            os.sched_yield()
         transport.fail(BOOM)
     seconds = monotonic() - start
     transport.settle(deadline=DEADLINE)

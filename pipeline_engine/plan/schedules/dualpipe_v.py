@@ -1,6 +1,7 @@
 """DualPipeV: stages lie down and up again; forwards of one direction are paired with backwards of the other.
 
-    rank 0   0F0
+    rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    rank 1   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
 
 The paper overlaps a pair's forward with its backward; here the two run one after the other.  Backwards are split where
 the paper splits them: on the way in, and in the second half of the way out.

@@ -31,6 +31,4 @@ def interleaved(graph: StageGraph, num_microbatches: int, rank: int) -> Iterator
 
 
 def _slots(stages: Sequence[int], rounds: int, length: int) -> Iterator[tuple[int, int]]:
-    return (
-        (stage, turn * length + place) for turn in range(rounds) for stage in stages for place in range(length)
-    )
+    return ((stage, turn * length + place) for turn in range(rounds) for stage in stages for place in range(length))

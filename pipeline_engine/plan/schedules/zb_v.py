@@ -1,12 +1,12 @@
 """ZB-V: stages lie down and up again, and split backwards leave no bubble but that of the first forwards.
 
     rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
-    rank 1   1F0 2F0 1F1 2F1 2I1 2W1
+    rank 1   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
 Bubble: (p - 1) f / 2 seconds per rank when f = i = w and m >= 2p - 1.
 Held on every rank: at most 2p activations of a stage.
 p ranks with two stages each, m microbatches; f, i, w: forward and the halves of a backward on one rank.
-Source: Qi et al. 2024, arXiv:2405.15362, section 5.  With fewer than 2p - 1 microbatches: Note [padding] in ``patterns``.
+Source: Qi et al. 2024, arXiv:2405.15362, section 5.  With m < 2p - 1: Note [padding] in ``patterns``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a transport promises: ordered byte messages between the ranks of one pipeline, and a word about who failed.
 
-Data plane: ``send`` and ``receive`` only start; ``wait`` blocks.  A send completes once its receive is posted
-(rendezvous), messages of one channel arrive in the order in which they were sent, and a message may be shorter
-than its receive but never longer.
+Data plane: ``send`` and ``receive`` only start; ``wait`` blocks.  A send may complete as late as when its receive is
+posted (rendezvous), messages of one channel arrive in the order in which they were sent, and a message may be shorter
+than its receive but never longer.  Both ends know how long the receive is, the ``room``.
 Control plane: ``exchange`` is one small agreement between all ranks, ``fail`` tells every rank of a failure,
 ``failure`` says what is known, ``settle`` makes the channels usable again afterwards.
 """
@@ -56,12 +56,18 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, channel: Channel, message: torch.Tensor) -> Handle:
-        """Start sending ``message`` (contiguous uint8 ``[bytes]`` on the CPU, at least one byte)."""
+    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
+        """Start sending ``message`` (contiguous uint8 ``[bytes]`` on the CPU, at least one byte).
+
+        Args:
+            channel: starts here.
+            message: at most ``room`` bytes.
+            room: what the other end posts for this message, in bytes; None if that is the length of the message.
+        """
 
     @abstractmethod
-    def receive(self, channel: Channel, num_bytes: int) -> Handle:
-        """Post a receive for the next message of ``channel``, at most ``num_bytes`` long."""
+    def receive(self, channel: Channel, room: int) -> Handle:
+        """Post a receive for the next message of ``channel``, at most ``room`` bytes long."""
 
     @abstractmethod
     def wait(self, handle: Handle, *, deadline: float) -> None:

@@ -25,6 +25,7 @@ from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.transports.base import Handle
 
 Tally = dict[int, tuple[int, int]]  # by the channel's number: messages posted, bytes of the longest
+_BROKEN = -1  # in a tally instead of a channel's number: nobody need wait for these links to drain
 
 
 @define(eq=False)
@@ -36,6 +37,7 @@ class End:
     sending: bool
     count: int = 0
     longest: int = 0
+    letters: int = 0  # receives of small messages, which travel another way
 
 
 @define(eq=False)
@@ -90,13 +92,15 @@ class Links:
 
     def _try_to_start(self, message: Posted) -> None:
         end, buffer = message.end, message.buffer
-        end.count += 1
-        end.longest = max(end.longest, buffer.numel())
         start = self._gloo.send if end.sending else self._gloo.recv
         try:
+            end.count += 1
+            end.longest = max(end.longest, buffer.numel())
             self._works[message] = start([buffer], end.peer, end.number)
-        except RuntimeError:
+        except BaseException as error:  # after Ctrl-C nobody knows whether it was posted
             self.broken = True
+            if not isinstance(error, RuntimeError):
+                raise
 
     def wait(self, message: Posted, deadline: float) -> None:
         """Block in gloo.
@@ -128,14 +132,18 @@ class Links:
 
     def tally(self, peer: int) -> Tally:
         """What was posted on the channels shared with ``peer``; final once frozen."""
-        return {end.number: (end.count, end.longest) for end in self.ends.values() if end.peer == peer}
+        tally = {end.number: (end.count, end.longest) for end in self.ends.values() if end.peer == peer}
+        return tally | {_BROKEN: (0, 0)} if self.broken else tally
 
     def top_up(self, peer: int, tally: Tally) -> None:
         """Post what this rank is behind ``peer``, once: one byte per send, enough room per receive."""
         if peer in self._topped_up:
             return
         self._topped_up.add(peer)
+        self.broken |= _BROKEN in tally
         for number, (count, longest) in tally.items():
+            if number == _BROKEN:
+                continue
             channel = self.channels[number]
             end = self.ends[channel]
             scratch = torch.zeros(1 if end.sending else longest, dtype=torch.uint8)
@@ -164,7 +172,7 @@ class Links:
     def thaw(self) -> None:
         """Forget what was posted; the links are as new."""
         for end in self.ends.values():
-            end.count = end.longest = 0
+            end.count = end.longest = end.letters = 0
         self._topped_up.clear()
         self.frozen = False
 

@@ -144,11 +144,11 @@ class MemoryTransport(Transport):
             for channel in channels:
                 self._hub.queues[channel]
 
-    def send(self, channel: Channel, message: torch.Tensor) -> Handle:
+    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
         return self._post(_Message(channel, message), sending=True)
 
-    def receive(self, channel: Channel, num_bytes: int) -> Handle:
-        return self._post(_Message(channel, torch.empty(num_bytes, dtype=torch.uint8)), sending=False)
+    def receive(self, channel: Channel, room: int) -> Handle:
+        return self._post(_Message(channel, torch.empty(room, dtype=torch.uint8)), sending=False)
 
     def _post(self, message: _Message, *, sending: bool) -> _Message:
         channel = message.channel

@@ -25,7 +25,8 @@ from torch.distributed import distributed_c10d as c10d
 from pipeline_engine.errors import DeadlineError, TransportError, UsageError
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.transports.base import Failure, Handle, Transport
-from pipeline_engine.run.transports.links import Links, Posted, pack_tally, unpack_tally
+from pipeline_engine.run.transports.direct import SMALL, Direct, Letter
+from pipeline_engine.run.transports.links import End, Links, Posted, pack_tally, unpack_tally
 from pipeline_engine.run.transports.wires import Kind, connect_wires
 from pipeline_engine.run.watchdog import LOST, Watchdog, pack_failure, unpack_failure
 
@@ -64,6 +65,8 @@ class TorchTransport(Transport):
         self._waiting_for: Channel | None = None
         self._settling = self._settled = False
         wires = connect_wires(self._store, self.rank, self.num_ranks, timeout)
+        ways = connect_wires(PrefixStore("direct", self._store), self.rank, self.num_ranks, timeout)
+        self._direct = Direct(ways)
         self._watchdog = Watchdog(self.rank, wires, self, grace)
         self._watchdog.start()
 
@@ -92,22 +95,35 @@ class TorchTransport(Transport):
         self._exchange(_BUILT, b"", failure, "the channels were not built", deadline)
         self._watchdog.forget_words(_BUILT)
 
-    def send(self, channel: Channel, message: torch.Tensor) -> Handle:
-        return self._post(channel, message, sending=True)
+    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
+        end = self._end(channel, sending=True)
+        if (message.numel() if room is None else room) > SMALL:
+            return self._post(Posted(channel, message, end))
+        place = self._direct.send(end.peer, self._watchdog.epoch, end.number, message)
+        return Letter(channel, message, end, self._watchdog.epoch, place)
 
-    def receive(self, channel: Channel, num_bytes: int) -> Handle:
-        return self._post(channel, torch.empty(num_bytes, dtype=torch.uint8), sending=False)
+    def receive(self, channel: Channel, room: int) -> Handle:
+        end = self._end(channel, sending=False)
+        if room > SMALL:
+            return self._post(Posted(channel, torch.empty(room, dtype=torch.uint8), end))
+        end.letters += 1
+        return Letter(channel, torch.empty(0, dtype=torch.uint8), end, self._watchdog.epoch, place=end.letters - 1)
 
-    def _post(self, channel: Channel, buffer: torch.Tensor, *, sending: bool) -> Posted:
+    def _end(self, channel: Channel, *, sending: bool) -> End:
         end = self._links.ends.get(channel)
         if end is None or end.sending is not sending:
             verb = "send" if sending else "receive"
             raise TransportError(f"rank {self.rank} cannot {verb} on channel {channel}, which it did not open.")
-        message = Posted(channel, buffer, end)
+        return end
+
+    def _post(self, message: Posted) -> Posted:
         self._links.post(message)
         return message
 
     def wait(self, handle: Handle, *, deadline: float) -> None:
+        if isinstance(handle, Letter):
+            self._wait_for_letter(handle, deadline)
+            return
         assert isinstance(handle, Posted)
         self._waiting_for = handle.channel  # before the look at the failure: the watchdog looks in the other order
         try:
@@ -117,6 +133,35 @@ class TorchTransport(Transport):
             self._raise_failure()
         finally:
             self._waiting_for = None
+
+    def _wait_for_letter(self, letter: Letter, deadline: float) -> None:
+        self._raise_failure()
+        if letter.epoch != self._watchdog.epoch:
+            raise TransportError(
+                f"a message on channel {letter.channel} was not moved: it was posted before the last settle."
+            )
+        if not self._has_moved(letter, lambda: self.failure() is not None, deadline):
+            self._raise_failure()
+            raise DeadlineError(
+                f"nothing moved on channel {letter.channel} within {deadline} seconds; "
+                f"waiting for rank {letter.end.peer}."
+            )
+        self._raise_failure()
+
+    def _has_moved(self, letter: Letter, over: Callable[[], bool], deadline: float) -> bool:
+        """Block until a small message has moved, or ``over``, or the deadline; whether it has."""
+        peer, number = letter.end.peer, letter.end.number
+        if letter.end.sending:
+            return self._direct.wait_sent(peer, letter.place, over=over, deadline=deadline)
+        if letter.buffer.numel():
+            return True
+        try:
+            news = self._direct.take(peer, letter.epoch, number, letter.place, over=over, deadline=deadline)
+        except ConnectionError:
+            self._explain(peer, RuntimeError(f"the connection that carries channel {letter.channel} is lost"))
+        if news is not None:
+            letter.buffer = torch.frombuffer(bytearray(news), dtype=torch.uint8)
+        return news is not None
 
     def _wait_in_gloo(self, handle: Posted, deadline: float) -> None:
         start = monotonic()
@@ -236,18 +281,22 @@ class TorchTransport(Transport):
                 with suppress(Exception):
                     self._store.delete_key(f"failure/{self._watchdog.epoch}")
             self._links.thaw()
+            self._direct.forget(before=self._watchdog.epoch + 1)
             self._exchanges = 0
             self._settling = self._settled = False
             self._watchdog.begin_epoch()
 
     def close(self) -> None:
         self._watchdog.close()
+        self._direct.close()
         self._links.drop()
 
     # What the watchdog calls, from its thread.
 
     def on_news(self) -> None:
         self._balance()
+        if self.failure() is not None:
+            self._direct.wake()
 
     def on_patience_lost(self) -> None:
         with self._lock:  # a settle that begins meanwhile must find the links broken

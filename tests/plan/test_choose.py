@@ -1,0 +1,221 @@
+"""Orders are permutations that fit the memory, outlines agree with the simulator, and the choice keeps its word."""
+
+from __future__ import annotations
+
+import math
+from time import process_time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeline_engine as pe
+from pipeline_engine.plan.actions import Backward, BackwardWeight, Forward
+from pipeline_engine.plan.order import in_order, smallest_at_both_ends, starts
+from pipeline_engine.plan.outline import Outline
+from pipeline_engine.plan.simulate import peak_in_flight
+from tests.strategies import chain_for, schedule_names, schedules
+
+weight_lists = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12)
+
+
+def bytes_held(timeline: pe.Timeline, weights: list[float]) -> float:
+    """The largest number of bytes that any rank holds in a simulation, a byte for each unit of weight and stage."""
+    worst = 0.0
+    for spans in timeline.spans:
+        held = 0.0
+        for span in spans:
+            match span.action:
+                case Forward(_, m):
+                    held += weights[m]
+                    worst = max(worst, held)
+                case Backward(_, m) | BackwardWeight(_, m):
+                    held -= weights[m]
+    return worst
+
+
+# Outlines.
+
+
+@given(schedules(min_microbatches=1), st.data())
+def test_an_outline_without_transfers_agrees_with_the_simulator(schedule: pe.Schedule, data: st.DataObject) -> None:
+    weights = data.draw(
+        st.lists(st.integers(1, 9), min_size=schedule.num_microbatches, max_size=schedule.num_microbatches)
+    )
+    costs = pe.Costs(forward=1, backward_input=2, backward_weight=1, weights=[float(w) for w in weights])
+    outline = Outline.of(schedule, costs)
+    timeline = pe.simulate(schedule, costs)
+    if schedule.graph.is_straight:  # with several stages a rank, an output may wait for a busy rank on its way
+        assert outline.makespan(costs.weights) == pytest.approx(timeline.makespan)
+    assert outline.makespan(costs.weights) <= timeline.makespan * (1 + 1e-9)
+    assert outline.peak(costs.weights) == pytest.approx(bytes_held(timeline, list(costs.weights)))
+
+
+@given(schedules(min_microbatches=1), st.floats(0, 2), st.floats(0, 2))
+def test_an_outline_is_never_slower_than_the_simulator(schedule: pe.Schedule, latency: float, loss: float) -> None:
+    costs = pe.Costs(latency=latency, loss=loss)
+    makespan = Outline.of(schedule, costs).makespan([1.0] * schedule.num_microbatches)
+    assert makespan <= pe.simulate(schedule, costs).makespan * (1 + 1e-9)
+
+
+def test_an_outline_of_what_cannot_end_is_refused() -> None:
+    crossed = pe.Schedule.from_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", pe.StageGraph.chain(2, 2), "crossed")
+    with pytest.raises(pe.ScheduleError, match="'crossed' cannot reach its end"):
+        Outline.of(crossed, pe.Costs())
+
+
+# Limits.
+
+
+def test_a_limit_is_the_picture_on_its_page() -> None:
+    schedule = pe.limit(pe.build("1f1b", pe.StageGraph.chain(3, 3), 4), 4)
+    assert [" ".join(str(action)[1:] for action in program) for program in schedule.programs] == [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+    ]
+
+
+@given(schedules(min_microbatches=1), st.integers(1, 20))
+def test_a_limited_schedule_holds_what_it_may_and_performs_the_same(schedule: pe.Schedule, number: int) -> None:
+    limited = pe.limit(schedule, number)
+    assert max(peak_in_flight(program) for program in limited.programs) <= number
+    for program, own in zip(limited.programs, schedule.programs, strict=True):
+        assert sorted(map(str, program)) == sorted(map(str, own))
+
+
+@given(schedules(min_microbatches=1), st.integers(0, 20))
+def test_more_in_flight_is_lawful(schedule: pe.Schedule, more: int) -> None:
+    pe.check(pe.limit(schedule, max(peak_in_flight(program) for program in schedule.programs) + more))
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 12))
+def test_1f1b_may_be_limited_to_any_number(ranks: int, count: int, number: int) -> None:
+    pe.check(pe.limit(pe.build("1f1b", pe.StageGraph.chain(ranks, ranks), count), number))
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    schedule = pe.build("1f1b", pe.StageGraph.chain(2, 2), 2)
+    with pytest.raises(pe.ScheduleError, match="max_in_flight is 0; it is 1 or more"):
+        pe.limit(schedule, 0)
+    with pytest.raises(pe.ScheduleError, match="lowered already"):
+        pe.limit(pe.lower(schedule), 3)
+
+
+# Orders.
+
+
+@given(weight_lists)
+def test_every_start_is_a_permutation(weights: list[float]) -> None:
+    for order in starts(weights):
+        assert sorted(order) == list(range(len(weights)))
+
+
+def test_the_smallest_stand_at_both_ends() -> None:
+    weights = [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert [weights[m] for m in smallest_at_both_ends(weights)] == [1, 3, 5, 4, 2]
+
+
+@settings(deadline=None)
+@given(schedule_names, st.integers(1, 5), weight_lists, st.floats(1.0, 5.0), st.floats(0.0, 0.5))
+def test_a_planned_order_is_a_permutation_that_never_loses(
+    name: str, ranks: int, weights: list[float], slack: float, latency: float
+) -> None:
+    """Among orders that fit the budget it is at least as good as the order given, by its outline."""
+    schedule = pe.build(name, chain_for(name, ranks), len(weights))
+    costs = pe.Costs(latency=latency, weights=weights)
+    budget = slack * max(weights)
+    order = pe.plan_order(schedule, costs, memory_budget=budget)
+    assert sorted(order) == list(range(len(weights)))
+    assert order == pe.plan_order(schedule, costs, memory_budget=budget)
+    outline, placed = Outline.of(schedule, costs), [weights[m] for m in order]
+    if outline.peak(weights) <= budget:
+        assert outline.peak(placed) <= budget
+        assert outline.makespan(placed) <= outline.makespan(weights)
+
+
+def test_equal_microbatches_stay_as_they_are() -> None:
+    schedule = pe.build("1f1b", pe.StageGraph.chain(4, 4), 8)
+    assert pe.plan_order(schedule, pe.Costs(weights=[2.0] * 8)) == tuple(range(8))
+    assert pe.plan_order(schedule, pe.Costs()) == tuple(range(8))
+
+
+def test_weights_are_one_for_each_microbatch() -> None:
+    schedule = pe.build("1f1b", pe.StageGraph.chain(2, 2), 3)
+    with pytest.raises(pe.ScheduleError, match="2 weights are given for 3 microbatches"):
+        pe.plan_order(schedule, pe.Costs(weights=[1.0, 2.0]))
+
+
+# The choice.
+
+
+@settings(deadline=None, max_examples=50)
+@given(schedule_names, st.integers(1, 4), weight_lists, st.floats(1.0, 8.0), st.floats(0.0, 0.5))
+def test_a_choice_keeps_within_the_budget_and_simulates_as_it_says(
+    name: str, ranks: int, weights: list[float], slack: float, latency: float
+) -> None:
+    costs = pe.Costs(latency=latency, weights=weights)
+    graph = chain_for(name, ranks)
+    budget = slack * max(weights)
+    try:
+        choice = pe.best_schedule(graph, costs, memory_budget=budget)
+    except pe.ScheduleError as error:
+        assert graph.num_stages > graph.num_ranks and "memory_budget is" in str(error)
+        return
+    assert sorted(choice.order) == list(range(len(weights)))
+    assert choice.timeline == pe.simulate(choice.schedule, in_order(costs, choice.order))
+    assert bytes_held(choice.timeline, [weights[m] for m in choice.order]) <= budget * (1 + 1e-9)
+    assert choice.max_in_flight == max(choice.timeline.peak_in_flight)
+    pe.check(choice.schedule)
+
+
+def test_the_reason_says_what_is_expected_and_what_was_passed_over() -> None:
+    costs = pe.Costs(latency=0.1, weights=[1.0, 5.0, 2.0, 8.0, 1.0, 3.0, 2.0, 1.0])
+    reason = pe.best_schedule(pe.StageGraph.chain(4, 4), costs, memory_budget=20.0).reason
+    for words in ("in flight:", "idle expected", "in the order given", "of 20 bytes", "next best"):
+        assert words in reason
+
+
+def test_too_small_a_budget_is_refused_with_what_is_needed() -> None:
+    costs = pe.Costs(weights=[1.0, 4.0])
+    with pytest.raises(pe.ScheduleError, match=r"memory_budget is 3 bytes; the least .* holds 4 on one rank"):
+        pe.best_schedule(pe.StageGraph.chain(2, 2), costs, memory_budget=3.0)
+
+
+def test_wrong_questions_are_refused() -> None:
+    graph = pe.StageGraph.chain(2, 2)
+    with pytest.raises(pe.ScheduleError, match="number of microbatches is unknown"):
+        pe.best_schedule(graph, pe.Costs())
+    with pytest.raises(pe.ScheduleError, match="'2f1b' is unknown"):
+        pe.best_schedule(graph, pe.Costs(), num_microbatches=2, schedules=["2f1b"])
+    with pytest.raises(pe.ScheduleError, match="no schedule fits"):
+        pe.best_schedule(graph, pe.Costs(), num_microbatches=2, schedules=["zb-v"])
+    with pytest.raises(pe.ScheduleError, match="activation_bytes are given for 1 stages, but there is a stage 1"):
+        pe.best_schedule(graph, pe.Costs(), num_microbatches=2, activation_bytes=[1.0])
+
+
+def test_a_costly_stage_is_paid_for_in_bytes() -> None:
+    """Rank 1 keeps ten times as much, so it is rank 1 that bounds the number in flight."""
+    costs = pe.Costs(weights=[1.0] * 8)
+    graph = pe.StageGraph.chain(2, 2)
+    choice = pe.best_schedule(graph, costs, memory_budget=10.0, activation_bytes=[1.0, 10.0])
+    assert choice.peak_bytes == 10.0
+
+
+def test_choosing_is_quick() -> None:
+    """5 ms for one order and 100 ms for the choice: of this process's own time, for the machine may be busy."""
+    weights = [math.exp(math.sin(7.0 * m)) for m in range(16)]
+    graph, costs = pe.StageGraph.chain(4, 4), pe.Costs(latency=0.1, weights=weights)
+    schedule = pe.build("1f1b", graph, 16)
+    assert fastest(lambda: pe.plan_order(schedule, costs, memory_budget=30.0)) < 0.005
+    assert fastest(lambda: pe.best_schedule(graph, costs, memory_budget=30.0), repeats=7) < 0.1
+
+
+def fastest(call: object, repeats: int = 30) -> float:
+    assert callable(call)
+    seconds = []
+    for _ in range(repeats):
+        start = process_time()
+        call()
+        seconds.append(process_time() - start)
+    return min(seconds)
