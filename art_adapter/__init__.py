@@ -8,6 +8,7 @@ _HOME = {
     "AdamParams": "requests",
     "ForwardInput": "requests",
     "ForwardOutput": "requests",
+    "Group": "stages",
     "MicroBatch": "requests",
     "MicroBatchStats": "requests",
     "ReferenceTrainerRank": "reference",
@@ -18,9 +19,9 @@ _HOME = {
     "TrainerRank": "trainer",
     "TrainerRankMemoryError": "requests",
     "TrainerRankSlotStateError": "requests",
+    "Unset": "requests",
     "UnsupportedHostError": "compat",
     "UnsupportedTopologyError": "topology",
-    "Unset": "requests",
 }
 
 __all__ = sorted(_HOME)

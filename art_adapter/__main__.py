@@ -33,9 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"canary: {error}", file=sys.stderr)
         return 2
     started = time.perf_counter()
-    print(
-        f"{plan.ranks} processes: pp={plan.pp} dp={plan.dp}, schedule {plan.schedule}, {plan.steps} steps", flush=True
-    )
+    sizes = f"pp={plan.pp} dp={plan.dp}, schedule {plan.schedule}, {plan.steps} steps"
+    print(f"{plan.ranks} processes over {plan.host}: {sizes}", flush=True)
     pipelined = run(plan)
     print(f"{plan.on_one_stage().ranks} process(es): the same on one stage", flush=True)
     reference = run(plan.on_one_stage())

@@ -19,12 +19,12 @@ from megatron.core import parallel_state
 import pipeline_engine as pe
 from pipeline_engine.launch import run_ranks
 
+from .canary_host import CanaryHost, canary_host, host_name
 from .compat import slot_parameters_by_name
 from .records import tensors_of
-from .requests import AdamParams, ForwardInput, ForwardOutput
 from .runtime import language_model
-from .tiny_gpt import Cut, Shape, adapter, build_runtime, licence_text_inputs, named_globally
-from .topology import Topology, check_sizes
+from .tiny_gpt import Cut, Shape, licence_text_inputs, named_globally
+from .topology import Topology, check_supported
 from .trainer import TrainerRank
 
 ITEMS = 8
@@ -44,6 +44,7 @@ class Plan:
         schedule: a name of ``pipeline_engine.SCHEDULES``.
         steps: optimizer steps.
         timeout: seconds for each of the two runs.
+        host: ``reference`` or ``art``; what the environment asks for.
     """
 
     pp: int = 2
@@ -53,6 +54,7 @@ class Plan:
     schedule: str = "1f1b"
     steps: int = 3
     timeout: float = 120.0
+    host: str = attrs.field(factory=host_name)
 
     @property
     def ranks(self) -> int:
@@ -76,26 +78,43 @@ def run(plan: Plan) -> list[Seen]:
 
 def train(rank: int, plan: Plan) -> bytes:
     """One rank's training run; what it saw, pickled."""
-    runtime = build_runtime(cut=Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual))
-    trainer = TrainerRank(runtime, schedule=plan.schedule, memory_budget_bytes=MEMORY_BUDGET)
-    trainer.load_checkpoint_slot(SLOT, adapter(runtime.provider), alpha=8.0)
+    host = canary_host(memory_budget_bytes=MEMORY_BUDGET)
+    runtime = host.build(Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual))
+    trainer = TrainerRank(runtime, schedule=plan.schedule, **host.trainer_options)
+    trainer.load_checkpoint_slot(SLOT, host.adapter(runtime.provider), alpha=8.0, **host.load_options)
     trainer.set_checkpoint(SLOT)
-    head = trainer.module("value", lambda: _value_head(trainer.hidden_size))
+    head = _head_of(trainer, int(runtime.provider.hidden_size))
     watch = Watch.over(trainer)
     started = time.perf_counter()
-    steps = [_step(trainer, head, step) for step in range(plan.steps)]
+    steps = [_step(host, trainer, head, step) for step in range(plan.steps)]
     seconds = time.perf_counter() - started
     seen = Seen(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         steps=steps,
         seconds=seconds,
-        weights={name: p.numel() for name, p in (*named_globally(runtime.model[0]), *slot_parameters_by_name(trainer))},
+        weights=_weights(trainer),
         bytes_per_channel=trainer.stages.pipeline.bytes_per_channel if plan.pp > 1 else {},
         peak_in_flight=watch.peak,
         num_windows=max(int(step["windows"]["number"]) for step in steps),
     )
     return pickle.dumps(seen)
+
+
+def _head_of(trainer: Any, hidden_size: int) -> torch.nn.Module:
+    """A value head that trains with the slot; of a trainer without custom heads, one that stays as it is."""
+    if hasattr(trainer, "module"):
+        head: torch.nn.Module = trainer.module("value", lambda: _value_head(hidden_size))
+        return head
+    return _value_head(hidden_size)
+
+
+def _weights(trainer: Any) -> dict[str, int]:
+    """Elements of every parameter that this rank holds, by its name in the whole model."""
+    own = dict(named_globally(language_model(trainer.runtime.model[0])))
+    held = {id(parameter) for parameter in own.values()}
+    slots = {name: p for name, p in slot_parameters_by_name(trainer) if id(p) not in held}
+    return {name: parameter.numel() for name, parameter in {**own, **slots}.items()}
 
 
 @attrs.frozen(eq=False)
@@ -160,11 +179,11 @@ class _Marked(torch.autograd.Function):
         return grad, None
 
 
-def _step(trainer: Any, head: torch.nn.Module, step: int) -> dict[str, dict[str, torch.Tensor]]:
+def _step(host: CanaryHost, trainer: Any, head: torch.nn.Module, step: int) -> dict[str, dict[str, torch.Tensor]]:
     """One optimizer step, as an experiment would write it."""
     seen: dict[str, dict[str, torch.Tensor]] = {"outputs": {}, "loss": {}}
     total, windows = torch.zeros(()), 0
-    for window in trainer.forward_micro_batches(_inputs(step)):
+    for window in trainer.forward_micro_batches(_inputs(host, step)):
         windows += 1
         losses = [_loss(item, head) for item in window.outputs]
         for index, item, loss in zip(window.indices, window.outputs, losses, strict=True):
@@ -179,22 +198,25 @@ def _step(trainer: Any, head: torch.nn.Module, step: int) -> dict[str, dict[str,
     seen["windows"] = {"number": torch.tensor(windows)}
     seen["model gradients"] = {name: _grad(p) for name, p in slot_parameters_by_name(trainer)}
     seen["head gradients"] = {name: _grad(p) for name, p in head.named_parameters()}
-    result = trainer.optim_step(params=AdamParams(learning_rate=LEARNING_RATE))
+    if losses:
+        del loss, losses, window  # ART holds that outputs which are kept wait for another backward
+    result = trainer.optim_step(params=host.records.AdamParams(learning_rate=LEARNING_RATE))
+    head.zero_grad()
     seen["gradient norm"] = {"before clipping": torch.tensor(result["grad_norm"], dtype=torch.float64)}
     seen["parameters"] = {name: p.detach().clone() for name, p in slot_parameters_by_name(trainer)}
     seen["head parameters"] = {name: p.detach().clone() for name, p in head.named_parameters()}
     return seen
 
 
-def _inputs(step: int) -> list[list[ForwardInput]]:
+def _inputs(host: CanaryHost, step: int) -> list[list[Any]]:
     """Top-level items of two sequences each, of different lengths, which ask for different things."""
     wants: list[dict[str, Any]] = [{}, {"top_k": 5}, {"logits": True}, {"top_k": 3, "logits": True}]
-    sequences = licence_text_inputs(2 * ITEMS * (step + 1), shared_prefix=12, hidden_states=True)[-2 * ITEMS :]
-    asked = [attrs.evolve(sequence, **wants[place % 4]) for place, sequence in enumerate(sequences)]
+    sequences = licence_text_inputs(2 * ITEMS * (step + 1), shared_prefix=12)[-2 * ITEMS :]
+    asked = [host.request(each, hidden_states=True, **wants[place % 4]) for place, each in enumerate(sequences)]
     return [asked[place : place + 2] for place in range(0, len(asked), 2)]
 
 
-def _loss(item: list[ForwardOutput], head: torch.nn.Module) -> torch.Tensor:
+def _loss(item: list[Any], head: torch.nn.Module) -> torch.Tensor:
     """A policy loss, a value loss on the custom head, and terms that reach every other output."""
     total = torch.zeros(())
     for place, output in enumerate(item):
@@ -217,7 +239,7 @@ def _value_head(hidden_size: int) -> torch.nn.Module:
     return head
 
 
-def _named_outputs(item: list[ForwardOutput]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_outputs(item: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     names = ("target_logprobs", "top_k.logprobs", "top_k.tokens", "logits", "hidden_states")
     for place, output in enumerate(item):
         for name, value in zip(names, tensors_of(output), strict=True):
@@ -238,4 +260,4 @@ def check_plan(plan: Plan) -> None:
     """
     Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual).counts(Shape().layers)
     pe.build(plan.schedule, pe.StageGraph.chain(plan.pp, plan.pp), num_microbatches=1)
-    check_sizes(Topology(plan.pp, plan.tp, context=1, expert=1, chunks=plan.virtual))
+    check_supported(Topology(plan.pp, plan.tp, context=1, expert=1, chunks=plan.virtual))

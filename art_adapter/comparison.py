@@ -12,9 +12,13 @@ import torch
 import pipeline_engine as pe
 
 from .canary import Plan, Seen
+from .canary_host import commit_of_art
 
 EXACT = 0.0
 RELATIVE = 1e-6
+AFTER_A_STEP_OF_ART = 1e-5
+"""ART adds the squares of its gradient norm in float32, whose last bit depends on how the model is cut; from the first
+step on, parameters differ in theirs, and what is computed with them differs a little more."""
 
 TOLERANCES = {
     "outputs": EXACT,
@@ -53,7 +57,8 @@ def compare(plan: Plan, pipelined: Sequence[Seen], reference: Sequence[Seen]) ->
     for step in range(plan.steps):
         for name, tolerance in TOLERANCES.items():
             difference = max(_difference(name, step, pipelined, expected) for expected in reference)
-            checks[f"step {step + 1}: {name}"] = Check(difference, tolerance)
+            allowed = max(tolerance, AFTER_A_STEP_OF_ART) if plan.host == "art" and step > 0 else tolerance
+            checks[f"step {step + 1}: {name}"] = Check(difference, allowed)
     checks["parameters of the ranks add up"] = Check(_misplaced(pipelined, reference), EXACT)
     checks["live activations over the schedule's"] = Check(_too_many(plan, pipelined), EXACT)
     return checks
@@ -112,7 +117,8 @@ def as_data(plan: Plan, pipelined: Sequence[Seen], seconds: float, checks: dict[
         for channel, size in seen.bytes_per_channel.items():
             channels[channel] = channels.get(channel, 0) + size
     return {
-        "host": "reference",
+        "host": plan.host,
+        **({"commit": commit_of_art()} if plan.host == "art" else {}),
         "pp": plan.pp,
         "dp": plan.dp,
         "tp": plan.tp,

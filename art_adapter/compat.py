@@ -218,8 +218,9 @@ def preprocess(model: Any, tokens: torch.Tensor, position_ids: torch.Tensor) -> 
 def run_megatron_on_cpu() -> None:
     """Let Megatron's GPTModel run forward and backward without CUDA; with CUDA this does nothing.
 
-    Two things ask for a GPU: buffers are made on ``torch.cuda.current_device()``, and dropout forks CUDA's
-    random state. Activation recomputation, Megatron's own schedules and its optimizers need more than this.
+    Four things ask for a GPU: buffers are made on ``torch.cuda.current_device()``, a tied weight is moved there,
+    dropout forks CUDA's random state, and activation recomputation restores it. Megatron's own schedules and its
+    optimizers need more than this.
     """
     if torch.cuda.is_available():
         return
@@ -243,5 +244,8 @@ def run_megatron_on_cpu() -> None:
                 torch.set_rng_state(outer)
 
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -19,6 +19,7 @@ from .requests import AdamParams, AdapterSelection, ForwardInput, TrainerRankSlo
 from .runtime import Runtime
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+CustomT = TypeVar("CustomT", bound=torch.nn.Module | torch.Tensor)
 SlotKind = Literal["checkpoint", "lora"]
 
 
@@ -51,7 +52,7 @@ class Slots:
         self._slot_stack: list[SlotRef] = []
         self._known_slots: set[SlotRef] = set()
         self._checkpoint_slot_params_by_name: dict[str, tuple[torch.nn.Parameter, ...]] = {}
-        self._heads: dict[tuple[str, str], torch.nn.Module] = {}
+        self._heads: dict[tuple[str, str], Any] = {}
         self._dynamic_optimizers: dict[str, SlotOptimizer] = {}
         self._live_graphs = LiveGraphs()
 
@@ -154,12 +155,28 @@ class Slots:
             factory: called once on each rank.
             checkpoint: the slot; by default the one that is selected now.
         """
+        return self._custom(name, lambda: factory().to(self.device), checkpoint)
+
+    def parameter(
+        self, name: str, factory: Callable[[], torch.Tensor], *, checkpoint: AdapterSelection = Unset
+    ) -> torch.nn.Parameter:
+        """As ``module``, for a single trainable tensor."""
+        return self._custom(name, lambda: torch.nn.Parameter(_own_copy(factory(), self.device)), checkpoint)
+
+    def buffer(
+        self, name: str, factory: Callable[[], torch.Tensor], *, checkpoint: AdapterSelection = Unset
+    ) -> torch.Tensor:
+        """As ``module``, for a tensor that is not trained; what the caller writes into it is his own affair."""
+        return self._custom(name, lambda: _own_copy(factory(), self.device), checkpoint)
+
+    def _custom(self, name: str, factory: Callable[[], CustomT], checkpoint: AdapterSelection) -> CustomT:
         slot = self._head_slot(checkpoint)
         if (slot, name) not in self._heads:
-            head = factory().to(self.device)
+            head = factory()
             self._adopt_head(slot, head)
             self._heads[slot, name] = head
-        return self._heads[slot, name]  # type: ignore[return-value]
+        found: CustomT = self._heads[slot, name]
+        return found
 
     def _head_slot(self, checkpoint: AdapterSelection) -> str:
         ref = self._selected_slot() if checkpoint is Unset else SlotRef("checkpoint", checkpoint)
@@ -167,11 +184,12 @@ class Slots:
             raise TrainerRankSlotStateError(f"a custom head needs a loaded checkpoint slot, not {ref.name!r}")
         return ref.name
 
-    def _adopt_head(self, slot: str, head: torch.nn.Module) -> None:
+    def _adopt_head(self, slot: str, head: torch.nn.Module | torch.Tensor) -> None:
+        tensors = [head] if isinstance(head, torch.Tensor) else [*head.parameters(), *head.buffers()]
         with torch.no_grad():
-            for tensor in (*head.parameters(), *head.buffers()):
+            for tensor in tensors:
                 dist.broadcast(tensor, src=0)
-        params = tuple(parameter for parameter in head.parameters() if parameter.requires_grad)
+        params = tuple(each for each in tensors if isinstance(each, torch.nn.Parameter) and each.requires_grad)
         for parameter in params:
             setattr(parameter, HEAD_PARAMETER, True)
         self._checkpoint_slot_params_by_name[slot] += params
@@ -251,3 +269,7 @@ def _agreed_alpha(
     if "r" in config and ranks - {config["r"]}:
         raise ValueError(f"slot {name!r}: adapter_config['r']={config['r']}, but the weights have rank {sorted(ranks)}")
     return said[0] if said else lora.LORA_ALPHA
+
+
+def _own_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device=device, copy=True)

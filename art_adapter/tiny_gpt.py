@@ -24,7 +24,10 @@ from .runtime import Runtime
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """The model; sizes count elements, ``vocabulary=256`` makes a token of every byte."""
+    """The model; sizes count elements, ``vocabulary=256`` makes a token of every byte.
+
+    ``tied`` makes the output layer use the embedding's weight.
+    """
 
     layers: int = 4
     hidden: int = 64
@@ -35,6 +38,7 @@ class Shape:
     longest_sequence: int = 2048
     normalization: str = "RMSNorm"
     gated: bool = True
+    tied: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -233,7 +237,7 @@ def _chunk(shape: Shape, cut: Cut, config: Any, chunk: int) -> Any:
         pre_process=stage == 0,
         post_process=stage == cut.stages - 1,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=shape.tied,
         vp_stage=chunk if cut.virtual > 1 else None,
     )
 
@@ -259,6 +263,8 @@ def fill(chunk: Any, config: Any, seed: int) -> None:
 def named_globally(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The weights of a chunk by their names in the whole model."""
     for name, parameter in chunk.named_parameters():
+        if chunk.share_embeddings_and_output_weights:
+            name = name.replace("output_layer.", "embedding.word_embeddings.")
         if name.startswith("decoder.layers."):
             local, rest = name.removeprefix("decoder.layers.").split(".", 1)
             name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"

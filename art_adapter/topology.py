@@ -7,8 +7,6 @@ from typing import Any
 import attrs
 from megatron.core import parallel_state
 
-from .runtime import language_model
-
 
 class UnsupportedTopologyError(NotImplementedError):
     """A combination of parallel sizes that cannot run; the message says why and what to use instead."""
@@ -50,15 +48,15 @@ SUPPORT: dict[str, Support] = {
     ),
     "recompute": Support(
         "PP > 1 with activation recomputation",
-        False,
-        "a recomputed forward runs inside backward, without the selected slot",
-        "set recompute_granularity=None",
+        True,
+        "over ART, whose LoRA keeps the slot for the recomputed forward; the reference refuses it everywhere",
+        "",
     ),
     "tied": Support(
         "PP > 1 with tied embeddings",
-        False,
-        "the gradients of the two copies on the first and last stage are not added up yet",
-        "set share_embeddings_and_output_weights=False",
+        True,
+        "run on CPU with gloo; a trainer steps no base weight, so the copies on the first and last stage stay equal",
+        "",
     ),
 }
 
@@ -92,24 +90,12 @@ class Topology:
         return self.pipeline > 1 or self.chunks > 1
 
 
-def check_supported(
-    topology: Topology, runtime: Any, error: type[UnsupportedTopologyError] = UnsupportedTopologyError
-) -> None:
+def check_supported(topology: Topology, error: type[UnsupportedTopologyError] = UnsupportedTopologyError) -> None:
     """Refuse a pipelined combination that cannot run, before any rank talks to another about it.
 
     Raises:
         UnsupportedTopologyError: of the type ``error``, with the reason and the cure.
     """
-    check_sizes(topology, error)
-    if getattr(runtime.provider, "recompute_granularity", None) is not None:
-        _refuse("recompute", error)
-    chunks = map(language_model, runtime.model)
-    if any(getattr(chunk, "share_embeddings_and_output_weights", False) for chunk in chunks):
-        _refuse("tied", error)
-
-
-def check_sizes(topology: Topology, error: type[UnsupportedTopologyError] = UnsupportedTopologyError) -> None:
-    """The part of ``check_supported`` that needs no model."""
     if not topology.is_pipelined:
         return
     sizes = {

@@ -70,7 +70,7 @@ class PipelinedForward:
             super().__init__(runtime, **options)  # type: ignore[call-arg]
             return
         check_shape(self.host)
-        check_supported(topology, runtime, refusal_of(self.host))
+        check_supported(topology, refusal_of(self.host))
         with presented_as_one_stage(runtime.provider):
             super().__init__(runtime, **options)  # type: ignore[call-arg]
         self._records = Records(self.host)

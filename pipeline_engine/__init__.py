@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pipeline_engine.run.bridge import Pipeline as Pipeline
     from pipeline_engine.run.bridge import Yielded as Yielded
     from pipeline_engine.run.microbatch import Microbatch as Microbatch
+    from pipeline_engine.run.ties import tie as tie
     from pipeline_engine.run.tracing import Tracer as Tracer
     from pipeline_engine.run.transports.memory import MemoryTransport as MemoryTransport
     from pipeline_engine.run.transports.torch_distributed import TorchTransport as TorchTransport
@@ -76,6 +77,7 @@ _HOMES = {
     "Pipeline": "run.bridge",
     "Yielded": "run.bridge",
     "Microbatch": "run.microbatch",
+    "tie": "run.ties",
     "Tracer": "run.tracing",
     "MemoryTransport": "run.transports.memory",
     "TorchTransport": "run.transports.torch_distributed",

@@ -1,19 +1,16 @@
-"""Bubble: for each rank where its time went, and for idle time why it was idle.
+"""Bubble: for each rank where its time went, simulated or measured, and for idle time why it was idle.
 
-fill      before its first action: the first microbatch was on its way here
-drain     after its last one
-wait      another rank had not made what the next action needs
-latency   it was made and had not arrived
-between   nothing was missing: what the engine itself takes, or a receive that was posted late
+The causes are those of ``Idle``: fill, drain, imbalance, latency.  A real run knows one more, ``engine``: nothing was
+missing, but what the engine does between two actions takes time, or a receive was posted late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import evolve, fields, frozen
 
-from pipeline_engine.plan.actions import COMPUTE, Action, Yield, makes, needs
+from pipeline_engine.plan.actions import BACKWARD, COMPUTE, Action, Forward, Yield, makes, needs
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.simulate import Span, Timeline
 from pipeline_engine.plan.values import Activation, Output, OutputGrad, Value
@@ -27,57 +24,63 @@ class Shares:
     caller: float = 0.0
     fill: float = 0.0
     drain: float = 0.0
-    wait: float = 0.0
+    imbalance: float = 0.0
     latency: float = 0.0
-    between: float = 0.0
+    engine: float = 0.0
 
     @property
     def idle(self) -> float:
         """Seconds in which neither a stage nor the caller's code ran."""
-        return self.fill + self.drain + self.wait + self.latency + self.between
+        return self.fill + self.drain + self.imbalance + self.latency + self.engine
 
 
 CAUSES = tuple(attribute.name for attribute in fields(Shares))
 
+_Made = Mapping[Value, tuple[float, int]]
+"""When a value was made, and on which rank."""
+
 
 def shares(timeline: Timeline, graph: StageGraph) -> tuple[Shares, ...]:
     """Where every rank's time went."""
-    made: dict[Value, tuple[float, int]] = {}
-    for rank, spans in enumerate(timeline.spans):
-        for span in spans:
-            for value in makes(span.action) if isinstance(span.action, COMPUTE) else ():
-                made[value] = (span.end, rank)
+    made = {
+        value: (span.end, rank)
+        for rank, spans in enumerate(timeline.spans)
+        for span in spans
+        if isinstance(span.action, COMPUTE)
+        for value in makes(span.action)
+    }
     return tuple(_shares_of(rank, spans, timeline.makespan, graph, made) for rank, spans in enumerate(timeline.spans))
 
 
-def _shares_of(
-    rank: int, spans: Sequence[Span], makespan: float, graph: StageGraph, made: dict[Value, tuple[float, int]]
-) -> Shares:
-    if not spans:
-        return Shares(fill=makespan)
-    total = Shares(fill=spans[0].start, drain=makespan - spans[-1].end)
-    now = spans[0].start
-    for span in spans:
+def _shares_of(rank: int, spans: Sequence[Span], makespan: float, graph: StageGraph, made: _Made) -> Shares:
+    total, now = Shares(), 0.0
+    filled = next((step for step, span in enumerate(spans) if isinstance(span.action, BACKWARD)), 0)
+    drains = max((step for step, span in enumerate(spans) if isinstance(span.action, Forward)), default=-1)
+    for step, span in enumerate(spans):
+        cause = "fill" if step <= filled else "drain" if step > drains else "imbalance"
+        for name, seconds in _gap(rank, span, now, cause, graph, made).items():
+            total = _added(total, name, seconds)
         total = _added(total, "caller" if isinstance(span.action, Yield) else "compute", span.end - span.start)
-        if (gap := span.start - now) > 0:
-            ready = [made[value] for value in _needs(span.action, graph) if value in made]
-            elsewhere = [end for end, maker in ready if maker != rank]
-            waited = min(max(max(elsewhere, default=now) - now, 0.0), gap)
-            total = _added(total, "wait", waited)
-            total = _added(total, "latency" if elsewhere else "between", gap - waited)
         now = max(now, span.end)
-    return total
+    return _added(total, "drain", makespan - now)
+
+
+def _gap(rank: int, span: Span, now: float, cause: str, graph: StageGraph, made: _Made) -> dict[str, float]:
+    """The idle seconds before an action, by cause: until what it needs was made elsewhere, and from then on."""
+    gap = max(span.start - now, 0.0)
+    elsewhere = [end for end, maker in (made[v] for v in _needs(span.action, graph) if v in made) if maker != rank]
+    if not elsewhere:
+        return {"engine": gap}
+    late = min(max(max(elsewhere) - now, 0.0), gap)
+    return {cause: late, "latency": gap - late}
 
 
 def _needs(action: Action, graph: StageGraph) -> list[Value]:
     """What is needed, an output being as good as what the last stage returned, and a gradient of it as the output."""
-    wanted: list[Value] = []
-    for value in needs(action, graph):
-        if isinstance(value, (Output, OutputGrad)):
-            wanted.append(Activation(graph.last_stage, value.microbatch))
-        else:
-            wanted.append(value)
-    return wanted
+    return [
+        Activation(graph.last_stage, value.microbatch) if isinstance(value, (Output, OutputGrad)) else value
+        for value in needs(action, graph)
+    ]
 
 
 def _added(total: Shares, name: str, seconds: float) -> Shares:

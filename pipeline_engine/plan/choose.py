@@ -126,7 +126,7 @@ def _tried(
         for limited in _with_limits(schedule, saving=memory_budget < math.inf):
             try:
                 outline = Outline.of(limited, costs, activation_bytes)
-            except ScheduleError:  # too few in flight for these programs to go through
+            except ScheduleError:  # with this number in flight the programs cannot go through
                 continue
             tried.append(_Candidate(limited, outline, *best_start(outline, weights, memory_budget)))
     return sorted(tried, key=lambda candidate: (candidate.judged, candidate.max_in_flight))

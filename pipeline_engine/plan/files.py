@@ -11,12 +11,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import asdict
+
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import COMPUTE, parse_action
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Span, Timeline
-from pipeline_engine.plan.trace import Trace, timeline_of
+from pipeline_engine.plan.timeline import Idle
+from pipeline_engine.plan.trace import Trace
 
 Writable = Schedule | Timeline | Trace
 
@@ -77,7 +80,15 @@ def _plain(thing: Writable) -> dict[str, Any]:
                 "programs": [[str(action) for action in program] for program in programs],
             }
         case Timeline():
-            return {"kind": "timeline", "spans": _plain_spans(thing.spans)}
+            return {
+                "kind": "timeline",
+                "spans": _plain_spans(thing.spans),
+                "makespan": thing.makespan,
+                "bubble": thing.bubble,
+                "peak_in_flight": thing.peak_in_flight,
+                "idle": [asdict(each) for each in thing.idle],
+                "waited_for": [sorted(each.items()) for each in thing.waited_for],
+            }
         case Trace():
             return {
                 "kind": "trace",
@@ -96,7 +107,14 @@ def _read(plain: dict[str, Any]) -> Writable:
         case "schedule":
             return _read_schedule(plain)
         case "timeline":
-            return timeline_of(_read_spans(plain["spans"]))
+            return Timeline(
+                spans=tuple(map(tuple, _read_spans(plain["spans"]))),
+                makespan=plain["makespan"],
+                bubble=plain["bubble"],
+                peak_in_flight=tuple(plain["peak_in_flight"]),
+                idle=tuple(Idle(**each) for each in plain["idle"]),
+                waited_for=tuple({step: (rank, place) for step, (rank, place) in each} for each in plain["waited_for"]),
+            )
         case "trace":
             return Trace(_read_schedule(plain["schedule"]), plain["weights"], _read_spans(plain["spans"]))
         case kind:

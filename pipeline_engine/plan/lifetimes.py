@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from pipeline_engine.plan.actions import maker_of, takers_of
+from pipeline_engine.plan.actions import (
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    maker_of,
+    needs,
+    takers_of,
+)
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
 
@@ -28,6 +36,17 @@ def reads(value: Value, rank: int, graph: StageGraph, *, hand_out: bool = True) 
             return 1 + (_passed_on(rank, graph) if hand_out else 0)
         case OutputGrad():
             return 1
+
+
+def read_by(action: Action, graph: StageGraph) -> tuple[Value, ...]:
+    """The values that ``action`` reads from where they are kept: its needs without what its stage keeps for itself."""
+    match action:
+        case Backward(stage, m) | BackwardInput(stage, m):
+            return tuple(value for value in needs(action, graph) if value != Activation(stage, m))
+        case BackwardWeight():
+            return ()
+        case _:
+            return needs(action, graph)
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,8 @@ from pipeline_engine.plan.actions import (
     takers_of,
 )
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
+from pipeline_engine.plan.lifetimes import read_by
+from pipeline_engine.plan.values import Activation, InputGrad, OutputGrad, Value
 
 
 @frozen
@@ -43,6 +44,7 @@ class Rule:
     Attributes:
         makes: offset of the value that it makes, or of a value that nobody needs.
         needs: offsets of the values that it needs.
+        reads: those of them that are freed after their last read; the others its stage keeps for itself.
         arrives: those of them that other ranks make.
         travels: where what it makes is sent.
         wakes: the ranks that may go on because of it, its own not among them.
@@ -52,6 +54,7 @@ class Rule:
     is_last_forward: bool
     makes: int
     needs: tuple[int, ...]
+    reads: tuple[int, ...]
     arrives: tuple[int, ...]
     travels: tuple[Travel, ...]
     wakes: tuple[int, ...]
@@ -68,26 +71,19 @@ class Numbering:
 
     graph: StageGraph
     width: int = field(init=False)
+    _stages: int = field(init=False)
     rules: dict[type[Compute], tuple[Rule, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         stages = range(self.graph.num_stages)
         object.__setattr__(self, "width", 2 * len(stages) + 3)
+        object.__setattr__(self, "_stages", len(stages))
         rules = {verb: tuple(self._rule(verb(stage, 0)) for stage in stages) for verb in COMPUTE}
         object.__setattr__(self, "rules", rules)
 
     def offset(self, value: Value) -> int:
         """The number of a value within its microbatch."""
-        stages = self.graph.num_stages
-        match value:
-            case Activation(stage, _):
-                return stage
-            case InputGrad(stage, _):
-                return stages + stage
-            case Output():
-                return 2 * stages
-            case OutputGrad():
-                return 2 * stages + 1
+        return self.number(value) - value.microbatch * self.width
 
     @property
     def nobodys(self) -> int:
@@ -96,7 +92,12 @@ class Numbering:
 
     def number(self, value: Value) -> int:
         """The number of a value among all."""
-        return value.microbatch * self.width + self.offset(value)
+        base = value.microbatch * self.width
+        if isinstance(value, Activation):  # not a match, which takes three times as long
+            return base + value.stage
+        if isinstance(value, InputGrad):
+            return base + self._stages + value.stage
+        return base + 2 * self._stages + isinstance(value, OutputGrad)
 
     def rule(self, action: Compute) -> Rule:
         """The rule of a computing action."""
@@ -116,6 +117,7 @@ class Numbering:
             is_last_forward=isinstance(action, Forward) and action.stage == graph.last_stage,
             makes=self.offset(made[0]) if made else self.nobodys,
             needs=tuple(map(self.offset, needed)),
+            reads=tuple(map(self.offset, read_by(action, graph))),
             arrives=tuple(self.offset(value) for value in needed if maker_of(value, graph) != rank),
             travels=travels,
             wakes=tuple(travel.target for travel in travels),

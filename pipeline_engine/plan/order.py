@@ -1,8 +1,9 @@
 """Order: which microbatch comes when, so that uneven work leaves little idle time and fits the memory.
 
 While a pipeline fills, every rank waits for the first microbatches to come through, and while it drains for the last
-ones: small ones belong at both ends.  From that and a few other starts, a short search swaps and moves microbatches
-as long as it helps.  It draws from a generator of its own: given the same weights, every rank finds the same order.
+ones: small ones belong at both ends.  Where memory is short, big ones must not follow each other either.  From the
+best of a few such orders a short search swaps and moves microbatches as long as it helps.  It draws from a generator
+of its own: given the same weights, every rank finds the same order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Costs
 
 Order = tuple[int, ...]
+"""For each place in a schedule the microbatch that stands there."""
 
-TRIALS = 120
-"""Orders that a search tries: within 5 ms for 16 microbatches on 4 ranks."""
+Judged = tuple[float, float]
+"""Bytes over the budget, and seconds of the makespan by outline."""
+
+TRIALS = 8
+"""Orders that a search tries for each microbatch: within 5 ms in all for 16 microbatches on 4 ranks."""
 
 
 def plan_order(
@@ -68,55 +73,83 @@ def in_order(costs: Costs, order: Sequence[int]) -> Costs:
     return weighted(costs, [costs.weights[m] for m in order]) if costs.weights else costs
 
 
-def best_start(outline: Outline, weights: Sequence[float], memory_budget: float) -> tuple[tuple[float, float], Order]:
-    """The best of the simple orders: bytes over the budget, makespan, and the order."""
-
-    def judged(order: Order) -> tuple[float, float]:
-        placed = [weights[m] for m in order]
-        return _excess(outline, placed, memory_budget), outline.makespan(placed)
-
-    return min((judged(order), order) for order in dict.fromkeys(starts(weights)))
+def best_start(outline: Outline, weights: Sequence[float], memory_budget: float) -> tuple[Judged, Order]:
+    """The best of the simple orders."""
+    simple = [*starts(weights), *(frugal_starts(weights) if memory_budget < math.inf else ())]
+    return min((_judged(outline, [weights[m] for m in order], memory_budget), order) for order in dict.fromkeys(simple))
 
 
-def search(
-    outline: Outline, weights: Sequence[float], memory_budget: float, trials: int = TRIALS
-) -> tuple[tuple[float, float], Order]:
-    """Improve the best start step by step; what comes out is as in ``best_start``."""
+def search(outline: Outline, weights: Sequence[float], memory_budget: float) -> tuple[Judged, Order]:
+    """Improve the best simple order step by step."""
     best, order = best_start(outline, weights, memory_budget)
     if len(set(weights)) < 2:
         return best, order
     draws = _draws()
-    for _ in range(trials):
+    for _ in range(TRIALS * len(weights)):
         candidate = _changed(order, draws)
         placed = [weights[m] for m in candidate]
-        excess = _excess(outline, placed, memory_budget)
-        if excess <= best[0] and (judged := (excess, outline.makespan(placed))) <= best:
+        if best[0] > 0:
+            judged = _judged(outline, placed, memory_budget)
+        elif outline.fits(placed, memory_budget):
+            judged = (0.0, outline.makespan(placed))
+        else:
+            continue
+        if judged <= best:
             best, order = judged, candidate
     return best, order
 
 
 def starts(weights: Sequence[float]) -> Iterator[Order]:
-    """Simple orders: as they come, smallest at both ends, sorted, and big beside small."""
+    """Simple orders: as they come, smallest at both ends, sorted, and sorted behind the smallest."""
     yield tuple(range(len(weights)))
-    rising = sorted(range(len(weights)), key=weights.__getitem__)
+    rising = _rising(weights)
     yield smallest_at_both_ends(weights)
     yield (*rising[1::2], *reversed(rising[0::2]))
     yield tuple(rising)
     yield tuple(reversed(rising))
     for head in (2, 4):
         yield (*rising[:head], *reversed(rising[head:]))
-    pairs = zip(rising, reversed(rising), strict=True)
-    yield tuple(place for pair in pairs for place in pair)[: len(weights)]
+
+
+def frugal_starts(weights: Sequence[float]) -> Iterator[Order]:
+    """Orders in which big ones stand beside small ones: smallest at both ends, and the middle mixed.
+
+    The larger the middle, the less memory and the more idle time.
+    """
+    rising = _rising(weights)
+    for ends in range(0, len(rising) // 2, max(len(rising) // 8, 1)):
+        outer, middle = rising[: 2 * ends], rising[2 * ends :]
+        small, big = middle[: len(middle) // 2], middle[len(middle) // 2 :]
+        big_within = _peaked(big)
+        for mixed in (
+            _alternating(_peaked(small), big_within),
+            _alternating(_peaked(small[::-1]), big_within),
+            _alternating(small, big[::-1]),
+        ):
+            yield (*outer[0::2], *mixed, *reversed(outer[1::2]))
+
+
+def _rising(weights: Sequence[float]) -> list[int]:
+    return sorted(range(len(weights)), key=weights.__getitem__)
+
+
+def _peaked(rising: Sequence[int]) -> list[int]:
+    return [*rising[0::2], *reversed(rising[1::2])]
+
+
+def _alternating(small: Sequence[int], big: Sequence[int]) -> list[int]:
+    """Small, big, small, big, ...; there may be one more of the big ones."""
+    return [m for pair in zip(small, big, strict=False) for m in pair] + list(big[len(small) :])
 
 
 def smallest_at_both_ends(weights: Sequence[float]) -> Order:
     """The smallest first, the next smallest last, and so on towards the middle."""
-    rising = sorted(range(len(weights)), key=weights.__getitem__)
-    return (*rising[0::2], *reversed(rising[1::2]))
+    return tuple(_peaked(_rising(weights)))
 
 
-def _excess(outline: Outline, placed: Sequence[float], memory_budget: float) -> float:
-    return max(outline.peak(placed) - memory_budget, 0.0) if memory_budget < math.inf else 0.0
+def _judged(outline: Outline, placed: Sequence[float], memory_budget: float) -> Judged:
+    excess = 0.0 if outline.fits(placed, memory_budget) else outline.peak(placed) - memory_budget
+    return excess, outline.makespan(placed)
 
 
 def _changed(order: Order, draws: Iterator[int]) -> Order:

@@ -10,10 +10,11 @@ within one transfer.  So it is never slower than ``simulate``, and exact for one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from operator import itemgetter, mul
+from math import inf
+from operator import add, itemgetter, mul
 
 from attrs import field, frozen
 
@@ -32,14 +33,18 @@ from pipeline_engine.plan.actions import (
 )
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Costs
-from pipeline_engine.plan.values import OutputGrad, Value
+from pipeline_engine.plan.values import Channel, Output, OutputGrad, Value, channel_of
 
 PerStage = float | Sequence[float]
 
 _Pick = Callable[[Sequence[float]], tuple[float, ...]]
 
-_Link = tuple[int | None, tuple[int, ...], Action]
-"""The row before it on its rank, rows on other ranks that it waits for, and the action."""
+_Link = tuple[int | None, tuple[tuple[int, Channel], ...], Action]
+"""The action before it on its rank, those on other ranks that it waits for and how their message comes, and itself."""
+
+_Row = tuple[int, int, int, float, float, float]
+"""The row before it, the row that it waits for, its place in the order, its seconds, and seconds that the message
+travels: whatever its size, and for each unit of weight.  Rows count from 1, and 0 is nothing."""
 
 
 @frozen(eq=False)
@@ -53,10 +58,11 @@ class Outline:
     schedule: Schedule
     _befores: tuple[int, ...] = field(repr=False)
     _senders: tuple[int, ...] = field(repr=False)
-    _seconds: tuple[float, ...] = field(repr=False)
     _places: _Pick = field(repr=False)
+    _seconds: tuple[float, ...] = field(repr=False)
+    _latencies: tuple[float, ...] = field(repr=False)
+    _travels: tuple[float, ...] = field(repr=False)  # empty if the size of a message does not matter
     _memory: tuple[tuple[_Pick, tuple[float, ...]], ...] = field(repr=False)
-    _transfer: float
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs, activation_bytes: PerStage = 1.0) -> Outline:
@@ -71,28 +77,44 @@ class Outline:
         Raises:
             ScheduleError: the programs cannot reach their end.
         """
-        links = _links(schedule, with_yields=costs.loss > 0)
-        unweighted = Costs(costs.forward, costs.backward_input, costs.backward_weight, loss=costs.loss)
-        befores, senders, places, seconds = _columns(links, unweighted, schedule.num_microbatches)
+        rows = _rows(_links(schedule, with_yields=costs.loss > 0), costs, schedule.num_microbatches)
+        befores, senders, places, seconds, latencies, travels = zip(*rows, strict=True) if rows else ((),) * 6
         memory = [_memory_steps(program, activation_bytes) for program in schedule.programs]
-        held = tuple((_picking(each), amounts) for each, amounts in memory if each)
-        return cls(schedule, befores, senders, seconds, _picking(places), held, costs.transfer)
+        return cls(
+            schedule,
+            befores,
+            senders,
+            _picking(places),
+            seconds,
+            latencies,
+            travels if any(travels) else (),
+            tuple((_picking(each), amounts) for each, amounts in memory if each),
+        )
 
     def makespan(self, weights: Sequence[float]) -> float:
         """Seconds until all is done, with ``weights`` by place in the order."""
-        transfer = self._transfer
-        seconds = map(mul, self._seconds, self._places((*weights, 1.0)))
-        end = [-transfer]  # what those wait for that wait for nobody
-        for before, sender, duration in zip(self._befores, self._senders, seconds, strict=True):
-            start, arrival = end[before], end[sender] + transfer
+        scale = self._places((*weights, 1.0))
+        travels: Iterable[float] = self._latencies
+        if self._travels:
+            travels = map(add, travels, map(mul, self._travels, scale))
+        seconds = map(mul, self._seconds, scale)
+        end = [0.0]
+        for before, sender, travel, duration in zip(self._befores, self._senders, travels, seconds, strict=True):
+            start, arrival = end[before], end[sender] + travel
             end.append((start if start > arrival else arrival) + duration)
-        return max(0.0, *end)
+        return max(end)
 
     def peak(self, weights: Sequence[float]) -> float:
         """Bytes held at most on any rank, with ``weights`` by place in the order."""
-        return max(
-            (max(accumulate(map(mul, amounts, places(weights)))) for places, amounts in self._memory), default=0.0
-        )
+        return max(map(max, self._held(weights)), default=0.0)
+
+    def fits(self, weights: Sequence[float], memory_budget: float) -> bool:
+        """Whether no rank ever holds more bytes than ``memory_budget``."""
+        return memory_budget == inf or all(max(held) <= memory_budget for held in self._held(weights))
+
+    def _held(self, weights: Sequence[float]) -> Iterator[Iterator[float]]:
+        """For each rank the bytes that it holds after each of its forwards and backwards."""
+        return (accumulate(map(mul, amounts, places(weights))) for places, amounts in self._memory)
 
 
 def _picking(places: Sequence[int]) -> _Pick:
@@ -121,25 +143,26 @@ def _memory_steps(program: Sequence[Action], activation_bytes: PerStage) -> tupl
     return tuple(place for place, _ in steps), tuple(amount for _, amount in steps)
 
 
-def _columns(
-    links: Sequence[_Link], costs: Costs, num_places: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-    """For each action: the row before it, the one that it waits for, its place in the order, and its seconds.
-
-    Rows count from 1, and 0 is nothing.  An action that waits for several others gets rows of no length before it.
-    """
-    rows: list[tuple[int, int, int, float]] = []
+def _rows(links: Sequence[_Link], costs: Costs, num_places: int) -> list[_Row]:
+    """A row for each action, and in front of it one of no length for each further message that it waits for."""
+    plain = Costs(costs.forward, costs.backward_input, costs.backward_weight, loss=costs.loss)
+    rows: list[_Row] = []
     row_of: list[int] = []
     for before, senders, action in links:
         previous = 0 if before is None else row_of[before]
-        for sender in senders[1:]:
-            rows.append((previous, row_of[sender], num_places, 0.0))
+        waits = [(row_of[sender], *costs.travel(channel)) for sender, channel in senders] or [(0, 0.0, 0.0)]
+        place = action.microbatch  # type: ignore[union-attr]
+        if isinstance(action, Yield):  # the caller's code takes its time whatever the microbatch weighs
+            waits, own = [*waits, (0, 0.0, 0.0)], num_places
+        else:
+            own = place
+        for sender, latency, travel in waits[:-1]:
+            rows.append((previous, sender, place, 0.0, latency, travel))
             previous = len(rows)
-        place = action.microbatch if isinstance(action, COMPUTE) else num_places
-        rows.append((previous, row_of[senders[0]] if senders else 0, place, costs.of(action)))
+        sender, latency, travel = waits[-1]
+        rows.append((previous, sender, own, plain.of(action), latency, travel))
         row_of.append(len(rows))
-    befores, waits, places, seconds = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return befores, waits, places, seconds
+    return rows
 
 
 @lru_cache(maxsize=64)
@@ -188,12 +211,18 @@ class _Walk:
         if any(value not in self.made for value in wanted):
             return False
         row = len(self.links)
-        senders = tuple(self.made[value][0] for value in wanted if self.made[value][1] != rank)
-        self.links.append((self.last[rank], senders, action))
+        self.links.append((self.last[rank], tuple(self._messages(rank, action, wanted)), action))
         self.last[rank] = row
         for value in makes(action):
             self.made[value] = (row, rank)
         return True
+
+    def _messages(self, rank: int, action: Action, wanted: Sequence[Value]) -> Iterator[tuple[int, Channel]]:
+        for value in wanted:
+            sender, source = self.made[value]
+            if source != rank:
+                travels = Output(value.microbatch) if isinstance(action, Yield) else value
+                yield sender, channel_of(travels, source, rank)
 
     def _needs(self, action: Action | Compute) -> tuple[Value, ...]:
         if isinstance(action, Yield):  # an output is as good as what the last stage returned

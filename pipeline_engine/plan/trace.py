@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -24,7 +25,7 @@ from pipeline_engine.plan.actions import (
 from pipeline_engine.plan.order import weighted, weights_of
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Costs, Span, Timeline, peak_in_flight
-from pipeline_engine.plan.values import Value
+from pipeline_engine.plan.values import Value, channel_of
 
 Spans = tuple[tuple[Span, ...], ...]
 
@@ -74,8 +75,8 @@ class Trace:
         """What a simulation must be told so that it gives what was measured.
 
         Stages cost what they took on the average per unit of weight.  A backward that was never split counts half to
-        each half.  The latency is the median over messages that were waited for when they were sent, and 0 if there
-        were none; it includes the engine's work on a message.
+        each half.  Latencies are by kind of value: the median over messages that were waited for when they were sent,
+        and 0 if there were none.  They include the engine's work on a message.
         """
         stages = range(self.schedule.graph.num_stages)
         rates = self._rates()
@@ -86,7 +87,7 @@ class Trace:
             backward_input=[rates.get((BackwardInput, stage), halves[stage]) for stage in stages],
             backward_weight=[rates.get((BackwardWeight, stage), halves[stage]) for stage in stages],
             loss=median(losses) if losses else 0.0,
-            latency=self._latency(),
+            latency=self._latencies(),
         )
         return weighted(costs, self.weights)
 
@@ -105,7 +106,21 @@ class Trace:
                 if isinstance(span.action, COMPUTE):
                     yield span.action, span
 
-    def _latency(self) -> float:
+    def _latencies(self) -> dict[str, float]:
+        """Seconds by kind of value: the median over the messages that were waited for."""
+        ready = self._ready()
+        delays: defaultdict[str, list[float]] = defaultdict(list)
+        for rank, spans in enumerate(self.spans):
+            for span in spans:
+                if isinstance(span.action, WaitRecv):
+                    value, source = span.action.value, span.action.from_rank
+                    if span.start <= ready.get((value, source, rank), -math.inf) < span.end:
+                        kind = channel_of(value, source, rank).name.rstrip("0123456789")
+                        delays[kind].append(span.end - ready[value, source, rank])
+        return {kind: median(each) for kind, each in delays.items()}
+
+    def _ready(self) -> dict[tuple[Value, int, int], float]:
+        """When each message was both sent and posted."""
         sent: dict[tuple[Value, int, int], float] = {}
         posted: dict[tuple[Value, int, int], float] = {}
         for rank, spans in enumerate(self.spans):
@@ -115,15 +130,7 @@ class Trace:
                         sent[value, rank, target] = span.start
                     case PostRecv(value, source):
                         posted[value, source, rank] = span.start
-        delays = []
-        for rank, spans in enumerate(self.spans):
-            for span in spans:
-                if isinstance(span.action, WaitRecv):
-                    message = (span.action.value, span.action.from_rank, rank)
-                    ready = max(sent.get(message, span.end), posted.get(message, span.end))
-                    if span.start <= ready < span.end:
-                        delays.append(span.end - ready)
-        return median(delays) if delays else 0.0
+        return {message: max(sent[message], posted[message]) for message in sent.keys() & posted.keys()}
 
 
 def timeline_of(ranks: Sequence[Sequence[Span]]) -> Timeline:

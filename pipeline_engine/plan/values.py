@@ -87,14 +87,14 @@ def parse_value(text: str) -> Value:
 class Channel:
     """Ordered messages in one direction between two ranks, for one edge of the stage graph.
 
-    ``name`` tells the channels of one ordered pair of ranks apart: ``"x2"`` carries activations
-    of stage 2, ``"dx3"`` input gradients of stage 3, ``"y"`` outputs; a ``+`` marks the second part of messages
-    whose size the receiver cannot know.
+    ``name`` tells the channels of one ordered pair of ranks apart: ``"x2"`` carries activations of stage 2, ``"dx3"``
+    input gradients of stage 3, ``"y"`` outputs, ``"t0"`` gradients of a tied parameter; a ``+`` marks the second part
+    of messages whose size the receiver cannot know.
     """
 
     source: int = field(validator=check_number)
     target: int = field(validator=check_number)
-    name: str = field(validator=validators.matches_re(r"(?:d?x\d+|y)\+?"))
+    name: str = field(validator=validators.matches_re(r"(?:d?x\d+|y|t\d+)\+?"))
 
     def __attrs_post_init__(self) -> None:
         if self.source == self.target:

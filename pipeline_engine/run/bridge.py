@@ -36,7 +36,9 @@ from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
 from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
+from pipeline_engine.run.randomness import Rng, draw_seed, is_per_microbatch
 from pipeline_engine.run.stage import StageFunction, receive
+from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
 from pipeline_engine.run.transports.base import Transport
 
@@ -77,6 +79,10 @@ class Pipeline:
         max_in_flight: activations of one stage and microbatch that the fullest rank holds at once; a few more than
             the schedule's own hide latency, fewer save memory.  See ``pe.best_schedule``.
         tracer: records what this rank does; one of its own for each rank.
+        ties: parameters of which several stages hold a copy; see ``pe.tie``.
+        rng: None: stages draw random numbers from torch's default generators as they come; ``"per-microbatch"``: what
+            a microbatch draws does not depend on how the model is cut or in which order microbatches run.
+        verify: whether each message carries a checksum; sizes and what it belongs to are always checked.
 
     Raises:
         UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
@@ -95,16 +101,21 @@ class Pipeline:
         order: Ordering = "given",
         max_in_flight: int | None = None,
         tracer: Tracer | None = None,
+        ties: Iterable[Tie] = (),
+        rng: Rng = None,
+        verify: bool = False,
     ) -> None:
         _check_fit(stages, graph, transport)
         self._stages = dict(stages)
         self._graph = graph
         self._transport = transport
-        self._deadline = float(deadline)
+        self._deadline, self._verify = float(deadline), verify
         self._ordering, self._tracer = check_ordering(order), tracer
         self._schedule_for = cache(lambda count: _checked(schedule, graph, count, max_in_flight))
         self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
-        self._channels = channels_of(graph)
+        self._per_microbatch = is_per_microbatch(rng, graph)
+        self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
+        self._channels = (*channels_of(graph), *self._ties.channels)
         self._gatekeeper = Gatekeeper()
         self._memory = Memory()
         self._calls: list[Call] = []
@@ -133,7 +144,9 @@ class Pipeline:
             DeadlineError: a wait took longer than ``deadline``.
         """
         if any(call.is_running for call in self._calls):
-            raise UsageError("a stream of this pipeline is still running: let it run out, or leave its loop, first.")
+            raise UsageError(
+                "a stream of this pipeline is still running: let it run out, leave its loop or close() it first."
+            )
         return self._items(self._begin("stream", microbatches, num_microbatches))
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
@@ -176,13 +189,15 @@ class Pipeline:
         return as_given(self._everywhere(losses), call.order)
 
     def flush(self) -> None:
-        """Finish every gradient that was given, drop every output whose gradient was not, and agree on that.
+        """Finish every gradient that was given, drop every output whose gradient was not, and sum those of ties.
 
         Raises:
             As ``stream``.
         """
         self._agree("flush", {})
         self._end_calls("the pipeline was flushed")
+        with self._guarded():
+            self._ties.add_up()
 
     @property
     def bytes_per_channel(self) -> dict[str, int]:
@@ -276,6 +291,9 @@ class Pipeline:
             differentiates=modes.differentiates,
             hands_out=hand_out,
             split_report=self._split_report,
+            call=self._count,
+            verify=self._verify,
+            seed=self._seed(),
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
         )
         forward_only = not modes.differentiates
@@ -291,6 +309,12 @@ class Pipeline:
         self._count += 1
         self._calls.append(call)
         return call
+
+    def _seed(self) -> int | None:
+        """Of the microbatches' own random numbers; drawn where they begin, from where on the states travel."""
+        if not self._per_microbatch:
+            return None
+        return draw_seed() if self._transport.rank == self._graph.rank_of[0] else 0
 
     def _agree(self, entry: str, word: dict[str, object]) -> None:
         """Before anything moves: all ranks are in the same call, and have done the same before."""
@@ -363,6 +387,11 @@ def _check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport
 def _checked(schedule: str | Schedule, graph: StageGraph, count: int, max_in_flight: int | None) -> Schedule:
     """The schedule for ``count`` microbatches, held to the laws."""
     built = schedule if isinstance(schedule, Schedule) else build(schedule, graph, count)
+    if built.is_lowered:
+        raise UsageError(
+            f"schedule {built.name!r} is lowered; the engine does that itself, for what the caller does: "
+            "pass the schedule as it was before."
+        )
     if built.graph != graph:
         raise UsageError(f"schedule {built.name!r} was made for another graph than the pipeline's.")
     if built.num_microbatches != count:

@@ -26,7 +26,7 @@ class Call:
         entry: the method that the caller used.
         history: what the caller has done, and what it means for this rank.
         executor: performs this rank's part.
-        modes: what the caller's thread was set to.
+        modes: what the caller's thread was set to when it last asked.
         order: for each place in the schedule the caller's number of the microbatch that stands there; what is called
             a microbatch in here is a place.
         gatekeeper: where the caller's gradients come in.
@@ -67,6 +67,7 @@ class Call:
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
         self._check_not_over()
+        self.modes = self.modes.renewed()
         self._play("ask", microbatch)
         cargo, self._handed = self._handed, None
         assert cargo is not None

@@ -19,11 +19,13 @@ class Cargo:
         spec: structure of the tree.
         leaves: detached tensors, and constants of any picklable type.
         needs_grad: for each leaf whether its gradient is wanted back.
+        randomness: states of random generators that travel along; usually none.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     needs_grad: tuple[bool, ...]
+    randomness: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def of(cls, tree: Any) -> Cargo:

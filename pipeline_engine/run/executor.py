@@ -6,13 +6,13 @@ here until that backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, assert_never, cast
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.actions import (
@@ -38,7 +38,7 @@ from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
-from pipeline_engine.run.randomness import RandomState
+from pipeline_engine.run.randomness import RandomState, carried, state_of
 from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 from pipeline_engine.run.tracing import Recording
@@ -68,6 +68,9 @@ class Executor:
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
 
         split_report: by stage, what became of its split backwards; written here.
+        call: number of the call.
+        verify: whether messages carry a checksum.
+        seed: of the microbatches' own random numbers; None to draw from the default generators as they come.
         recording: notes when each action begins and ends, if anybody wants to know.
 
     Attributes:
@@ -85,6 +88,9 @@ class Executor:
     differentiates: bool
     hands_out: bool
     split_report: dict[int, str]
+    seed: int | None
+    call: int
+    verify: bool
     recording: Recording | None
     on_yield: Callable[[int, Cargo], None] = field(init=False)
     retained: set[int] = field(init=False, factory=set)
@@ -172,8 +178,9 @@ class Executor:
         given = self.microbatches[microbatch]
         received = [self._read(Activation(before, microbatch)) for before in self.graph.before(stage)]
         inputs = given.inputs if stage == 0 else ()
-        with self._same_randomness(stage, microbatch):
+        with self._randomness(stage, microbatch, received) as state_after:
             cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
+            cargo = evolve(cargo, randomness=state_after())
         if ran is not None:
             self._ran[stage, microbatch] = ran
         self._keep(Activation(stage, microbatch), cargo)
@@ -188,14 +195,23 @@ class Executor:
                 self._random_states.pop((stage, microbatch), None)
         self.on_yield(microbatch, self._read(Output(microbatch)))
 
-    def _same_randomness(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+    def _randomness(
+        self, stage: int, microbatch: int, received: list[Cargo]
+    ) -> AbstractContextManager[Callable[[], tuple[torch.Tensor, ...]]]:
+        """Where a forward's random numbers come from, and the state that travels on with its output."""
+        if self.seed is not None:
+            before = received[0].randomness if received else state_of(self.seed, microbatch)
+            return carried(before)
+        return _same_again(self._earlier_state(stage, microbatch))
+
+    def _earlier_state(self, stage: int, microbatch: int) -> RandomState | None:
         """The first forward draws as it comes; if it is run again, it draws the same numbers."""
         if not self.hands_out:
-            return nullcontext()
+            return None
         if state := self._random_states.get((stage, microbatch)):
-            return state.replayed()
+            return state
         self._random_states[stage, microbatch] = RandomState.now()
-        return nullcontext()
+        return None
 
     def _backward(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
@@ -242,18 +258,21 @@ class Executor:
     def _encoded(self, value: Value, to_rank: int) -> tuple[torch.Tensor, ...]:
         content = self._read(value)
         if not isinstance(value, InputGrad):
-            return wire.encode_cargo(content, value.microbatch)
+            return wire.encode_cargo(content, self._stamp(value))
         grads = tuple(grad for before in suppliers_of(value, to_rank, self.graph) for grad in content[before])
-        return wire.encode_grads(grads, value.microbatch, limit=self._first_bytes(value, to_rank))
+        return wire.encode_grads(grads, self._stamp(value), limit=self._first_bytes(value, to_rank))
 
     def _decoded(self, value: Value, message: torch.Tensor) -> Any:
         if not isinstance(value, InputGrad):
-            return wire.decode_cargo(message, value.microbatch)
-        grads = iter(wire.decode_grads(message, value.microbatch))
+            return wire.decode_cargo(message, self._stamp(value))
+        grads = iter(wire.decode_grads(message, self._stamp(value)))
         suppliers = suppliers_of(value, self.rank, self.graph)
         return {
             before: tuple(islice(grads, self._sizes[Activation(before, value.microbatch)][0])) for before in suppliers
         }
+
+    def _stamp(self, value: Value) -> wire.Stamp:
+        return wire.Stamp(value.microbatch, self.call, self.verify)
 
     def _first_bytes(self, value: Value, receiver: int) -> int:
         """What both ends know of a message: the gradients of a value are as large as the value."""
@@ -270,6 +289,12 @@ class Executor:
         self.mailbox.transport.fail(failure)
         owed = [(action.value, action.to_rank) for action in rest if isinstance(action, Send)]
         self.mailbox.notify(failure, owed, self.channels)
+
+
+@contextmanager
+def _same_again(state: RandomState | None) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
+    with nullcontext() if state is None else state.replayed():
+        yield tuple
 
 
 def _added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:

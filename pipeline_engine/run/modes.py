@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 R = TypeVar("R")
 
@@ -35,6 +35,10 @@ class Modes:
             default_dtype=torch.get_default_dtype(),
             context=contextvars.copy_context(),
         )
+
+    def renewed(self) -> Modes:
+        """What the calling thread is set to now, but for whether autograd records, which holds for a whole call."""
+        return evolve(Modes.of_caller(), grad=self.grad, inference=self.inference)
 
     @property
     def differentiates(self) -> bool:

@@ -1,12 +1,27 @@
-"""Randomness: the state of torch's default generators, so that a forward that is run again draws the same numbers."""
+"""Randomness: the states of torch's default generators, so that forwards draw the same numbers however they are run.
+
+A forward that is run again draws what it drew the first time.  With ``rng="per-microbatch"`` each microbatch begins
+with a state of its own, which travels from stage to stage with the activation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
+from typing import Literal
 
 import torch
 from attrs import frozen
+
+from pipeline_engine.errors import UsageError
+from pipeline_engine.plan.graph import StageGraph
+
+Rng = Literal["per-microbatch"] | None
+
+_GENERATORS = RLock()
+"""Threads of one process share torch's default generators: while a microbatch's state is set, no other may draw."""
 
 
 @frozen(eq=False)
@@ -23,7 +38,7 @@ class RandomState:
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        torch.set_rng_state(self.cpu)
+        torch.set_rng_state(self.cpu.clone())  # torch 2.13 crashes on a state that begins in the middle of a buffer
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda)
 
@@ -41,3 +56,45 @@ class RandomState:
 def _cuda_is_in_use() -> bool:
     in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return in_use
+
+
+def is_per_microbatch(rng: Rng, graph: StageGraph) -> bool:
+    """Whether each microbatch has random numbers of its own.
+
+    Raises:
+        UsageError: an unknown keyword, or a graph in which two states would meet.
+    """
+    if rng is None:
+        return False
+    if rng != "per-microbatch":
+        raise UsageError(f"rng is {rng!r}; None or 'per-microbatch'.")
+    if joins := [stage for stage in range(graph.num_stages) if len(graph.before(stage)) > 1]:
+        raise UsageError(f"rng='per-microbatch': stage {joins[0]} joins several inputs, whose random states differ.")
+    return True
+
+
+def draw_seed() -> int:
+    """A seed for all microbatches of a call, from the caller's generator."""
+    return int(torch.randint(2**62, ()))
+
+
+def state_of(seed: int, microbatch: int) -> tuple[torch.Tensor, ...]:
+    """The states with which a microbatch begins."""
+    digest = hashlib.sha256(f"{seed}:{microbatch}".encode()).digest()
+    own = int.from_bytes(digest[:7], "big")
+    states = [torch.Generator().manual_seed(own).get_state()]
+    if _cuda_is_in_use():
+        states.append(torch.Generator("cuda").manual_seed(own).get_state())
+    return tuple(states)
+
+
+@contextmanager
+def carried(states: tuple[torch.Tensor, ...]) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
+    """Run the body from these states on; it may ask for the states that it has come to."""
+
+    def now() -> tuple[torch.Tensor, ...]:
+        state = RandomState.now()
+        return (state.cpu,) if state.cuda is None else (state.cpu, state.cuda)
+
+    with _GENERATORS, RandomState(states[0], states[1] if len(states) > 1 else None).replayed():
+        yield now

@@ -1,6 +1,6 @@
 """The wire format: how a cargo or its gradients become bytes and back.
 
-    prefix       64 bytes: magic, kind, microbatch, length of the description, length of the second part
+    prefix       64 bytes: magic, kind, number of parts, checksum, call, microbatch, lengths
     description  padded to 64 bytes: structure, shapes, dtypes, which leaves want a gradient
     tensors      each padded to 64 bytes
 
@@ -14,19 +14,22 @@ from __future__ import annotations
 import ctypes
 import pickle
 import struct
+import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from attrs import frozen
+from torch.utils._pytree import TreeSpec
 
 from pipeline_engine.errors import TransportError
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned, flatten
 from pipeline_engine.run.transports.base import Failure
 
-FIRST_BYTES = 4096
+FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
 
-_PREFIX = struct.Struct("<4sBxxxQQQ")
+_PREFIX = struct.Struct("<4sBBBxIQQQQ")
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
 _Shape = tuple[torch.dtype, torch.Size] | None
@@ -34,20 +37,34 @@ _Shape = tuple[torch.dtype, torch.Size] | None
 assert _PREFIX.size <= ALIGNMENT
 
 
-def encode_cargo(cargo: Cargo, microbatch: int, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
+@frozen
+class Stamp:
+    """What a message belongs to; the receiver must expect the same.
+
+    Attributes:
+        microbatch, call: numbers.
+        verify: whether the sender adds a checksum, which the receiver then checks.
+    """
+
+    microbatch: int
+    call: int = 0
+    verify: bool = False
+
+
+def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
     """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards."""
     shapes = [_shape(leaf) for leaf in cargo.leaves]
     constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in cargo.leaves]
-    skeleton = cargo.tree(range(len(cargo.leaves)))
-    description = pickle.dumps((skeleton, shapes, constants, cargo.needs_grad))
-    tensors = [leaf for leaf in cargo.leaves if isinstance(leaf, torch.Tensor)]
-    return _parts(_CARGO, microbatch, description, tensors, limit)
+    random_shapes = [_shape(state) for state in cargo.randomness]
+    description = pickle.dumps((_skeleton(cargo), shapes, constants, cargo.needs_grad, random_shapes))
+    tensors = [leaf for leaf in (*cargo.leaves, *cargo.randomness) if isinstance(leaf, torch.Tensor)]
+    return _parts(_CARGO, stamp, description, tensors, limit)
 
 
-def encode_grads(grads: Grads, microbatch: int, limit: int) -> tuple[torch.Tensor, ...]:
+def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[torch.Tensor, ...]:
     """The parts of a message with the gradients of a cargo; absent ones cost nothing."""
     description = pickle.dumps([_shape(grad) for grad in grads])
-    return _parts(_GRADS, microbatch, description, [grad for grad in grads if grad is not None], limit)
+    return _parts(_GRADS, stamp, description, [grad for grad in grads if grad is not None], limit)
 
 
 def encode_failure(failure: Failure) -> torch.Tensor:
@@ -56,41 +73,51 @@ def encode_failure(failure: Failure) -> torch.Tensor:
     description = pickle.dumps(head)
     if ALIGNMENT + len(description) > FIRST_BYTES:  # letters of several bytes each
         description = pickle.dumps(Failure(failure.rank, failure.doing[:200], failure.cause[:200], ""))
-    return _parts(_FAILURE, 0, description, [], FIRST_BYTES)[0]
+    return _parts(_FAILURE, Stamp(0), description, [], FIRST_BYTES)[0]
 
 
 def second_part_bytes(first: torch.Tensor) -> int:
     """Length of the second part that a first part announces; 0 if the first is the whole message."""
-    return _prefix(first)[3]
+    prefix = _prefix(first)
+    return prefix.total if prefix.parts == 2 else 0
 
 
 def failure_in(message: torch.Tensor) -> Failure | None:
     """The failure that a message tells of, if it is a notice of failure."""
-    kind, _, length, _ = _prefix(message)
-    if kind != _FAILURE:
+    prefix = _prefix(message)
+    if prefix.kind != _FAILURE:
         return None
-    failure = pickle.loads(_read(message, ALIGNMENT, length))
+    failure = pickle.loads(_read(message, ALIGNMENT, prefix.length))
     assert isinstance(failure, Failure)
     return failure
 
 
-def decode_cargo(message: torch.Tensor, microbatch: int) -> Cargo:
+def decode_cargo(message: torch.Tensor, stamp: Stamp) -> Cargo:
     """A cargo whose tensors live in the received bytes.
 
     Raises:
         TransportError: the message is not the one that was expected, or lies about its size.
     """
-    skeleton, shapes, constants, needs_grad = _description(message, _CARGO, microbatch)
-    tensors = _tensors(message, shapes)
+    skeleton, shapes, constants, needs_grad, random_shapes = _description(message, _CARGO, stamp)
+    tensors = _tensors(message, [*shapes, *random_shapes])
     leaves = tuple(next(tensors) if shape else constant for shape, constant in zip(shapes, constants, strict=True))
-    return Cargo(flatten(skeleton)[1], leaves, needs_grad)
+    spec = skeleton if isinstance(skeleton, TreeSpec) else flatten(skeleton)[1]
+    return Cargo(spec, leaves, needs_grad, tuple(tensors))
 
 
-def decode_grads(message: torch.Tensor, microbatch: int) -> Grads:
+def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
     """Gradients whose tensors live in the received bytes."""
-    shapes = _description(message, _GRADS, microbatch)
+    shapes = _description(message, _GRADS, stamp)
     tensors = _tensors(message, shapes)
     return tuple(next(tensors) if shape else None for shape in shapes)
+
+
+def _skeleton(cargo: Cargo) -> Any:
+    """What tells the structure: the tree with numbers for leaves, or its spec if the tree does not take numbers."""
+    try:
+        return cargo.tree(range(len(cargo.leaves)))
+    except Exception:  # a dataclass that checks its fields may raise anything
+        return cargo.spec
 
 
 def _shape(leaf: Any) -> _Shape:
@@ -98,21 +125,28 @@ def _shape(leaf: Any) -> _Shape:
 
 
 def _parts(
-    kind: int, microbatch: int, description: bytes, tensors: list[torch.Tensor], limit: int
+    kind: int, stamp: Stamp, description: bytes, tensors: list[torch.Tensor], limit: int
 ) -> tuple[torch.Tensor, ...]:
     body = ALIGNMENT + aligned(len(description))
     total = body + sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
     message = torch.empty(total, dtype=torch.uint8)
-    _write(message, 0, _PREFIX.pack(_MAGIC, kind, microbatch, len(description), 0))
     _write(message, ALIGNMENT, description)
     for tensor in tensors:
         _place(message, body, tensor.dtype, tensor.shape).copy_(tensor)
         body += aligned(tensor.numel() * tensor.element_size())
+    checksum = _checksum(message, total) if stamp.verify else 0
+    rest = (checksum, stamp.call, stamp.microbatch, len(description), total)
+    _write(message, 0, _PREFIX.pack(_MAGIC, kind, 1, stamp.verify, *rest))
     if total <= limit:
         return (message,)
     announcement = torch.empty(ALIGNMENT, dtype=torch.uint8)
-    _write(announcement, 0, _PREFIX.pack(_MAGIC, kind, microbatch, 0, total))
+    _write(announcement, 0, _PREFIX.pack(_MAGIC, kind, 2, stamp.verify, *rest))
     return (announcement, message)
+
+
+def _checksum(message: torch.Tensor, total: int) -> int:
+    """Of all bytes behind the prefix."""
+    return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
 
 
 def _write(buffer: torch.Tensor, offset: int, data: bytes) -> None:
@@ -133,25 +167,43 @@ def _place(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.S
     return tensor.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape)  # type: ignore[call-overload,no-any-return]
 
 
-def _prefix(message: torch.Tensor) -> tuple[int, int, int, int]:
-    magic, kind, microbatch, length, second = _PREFIX.unpack(_read(message, 0, _PREFIX.size))
+class _Prefix(NamedTuple):
+    kind: int
+    parts: int
+    is_verified: int
+    checksum: int
+    call: int
+    microbatch: int
+    length: int
+    total: int
+
+
+def _prefix(message: torch.Tensor) -> _Prefix:
+    magic, *fields = _PREFIX.unpack(_read(message, 0, _PREFIX.size))
     if magic != _MAGIC:
         raise TransportError(f"a message begins with {magic!r}, not with {_MAGIC!r}: the channel carries foreign data.")
-    return kind, microbatch, length, second
+    return _Prefix(*fields)
 
 
-def _description(message: torch.Tensor, kind: int, microbatch: int) -> Any:
-    got, got_microbatch, length, _ = _prefix(message)
-    if (got, got_microbatch) != (kind, microbatch):
+def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> Any:
+    prefix = _prefix(message)
+    got, wanted = (prefix.kind, prefix.call, prefix.microbatch), (kind, stamp.call, stamp.microbatch)
+    if got != wanted:
         raise TransportError(
-            f"a message of kind {got} for microbatch {got_microbatch} arrived where kind {kind} for microbatch "
-            f"{microbatch} was expected."
+            "a message of kind {} of call {} for microbatch {} arrived where one of ".format(*got)
+            + "kind {} of call {} for microbatch {} was expected.".format(*wanted)
         )
-    return pickle.loads(_read(message, ALIGNMENT, length))
+    if prefix.total > message.numel():
+        raise TransportError(f"a message of {message.numel()} bytes arrived where {prefix.total} bytes were announced.")
+    if prefix.is_verified and _checksum(message, prefix.total) != prefix.checksum:
+        raise TransportError(
+            f"the checksum of a message for microbatch {stamp.microbatch} is wrong: bytes were changed."
+        )
+    return pickle.loads(_read(message, ALIGNMENT, prefix.length))
 
 
 def _tensors(message: torch.Tensor, shapes: list[_Shape]) -> Iterator[torch.Tensor]:
-    offset = ALIGNMENT + aligned(_prefix(message)[2])
+    offset = ALIGNMENT + aligned(_prefix(message).length)
     for shape in shapes:
         if shape is not None:
             tensor = _place(message, offset, *shape)

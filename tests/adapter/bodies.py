@@ -293,7 +293,7 @@ def an_optimizer_step_inside_the_loop(play: Play) -> None:
         loss = play.loss(window.outputs)
         loss.backward()
         (play.note if number == 0 else play.note_close)(f"loss {number}", float(loss))
-        play.note_close(f"norm {number}", play.step()["grad_norm"])
+        play.note_close(f"norm {number}", play.step(learning_rate=1e-3)["grad_norm"])
     play.note_parameters()
 
 
@@ -408,6 +408,23 @@ def a_custom_head_counts_once_and_stays_the_same_everywhere(play: Play) -> None:
     dist.all_gather(alike, head.weight.detach().clone())
     assert all(torch.equal(each, head.weight) for each in alike)
     play.note_parameters()
+
+
+@body
+def a_single_parameter_and_a_buffer_belong_to_a_slot(play: Play) -> None:
+    if not hasattr(play.trainer, "parameter"):
+        return
+    scale = play.trainer.parameter("scale", lambda: torch.full((64,), 0.5))
+    seen = play.trainer.buffer("seen", lambda: torch.zeros(()))
+    assert play.trainer.parameter("scale", lambda: torch.zeros(1)) is scale
+    for window in play.windows(play.requests(3, hidden_states=True)):
+        loss = torch.stack([(output.hidden_states * scale).square().mean() for output in flat(window.outputs)]).sum()
+        seen += 1
+        (loss + play.loss(window.outputs)).backward()
+    play.note("gradient", scale.grad)
+    play.note("seen", seen)
+    play.note_close("norm", play.step()["grad_norm"])
+    play.note_close("scale", scale)
 
 
 @body

@@ -11,7 +11,7 @@ import torch
 
 from art_adapter import TrainerRank, tiny_gpt
 from art_adapter.reference import ReferenceTrainerRank
-from art_adapter.tiny_gpt import Cut
+from art_adapter.tiny_gpt import Cut, Shape
 
 OWN = ("reference", "july", "september", "graph_cache")
 """Hosts that need nothing but this repository."""
@@ -34,7 +34,7 @@ class Host:
     name: str
     records: Any
     trainer_class: type
-    build: Callable[[Cut], Any]
+    build: Callable[..., Any]
     adapter: Callable[..., dict[str, torch.Tensor]]
     load_options: dict[str, Any]
 
@@ -43,9 +43,9 @@ class Host:
         """Whether this is ART's own class and not one of ours."""
         return self.name == "art"
 
-    def trainer(self, runtime: Any, **options: Any) -> Any:
+    def trainer(self, runtime: Any) -> Any:
         """A trainer over this rank's runtime."""
-        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0, **options)
+        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0)
 
     def load(self, trainer: Any, name: str, seed: int, *, r: int = 4) -> int:
         """Load a trainable slot."""
@@ -65,7 +65,11 @@ def host(name: str) -> Host:
         return _art()
     module = importlib.import_module("art_adapter" if name == "reference" else f"tests.adapter.miniatures.{name}")
     trainer_class = ReferenceTrainerRank if name == "reference" else module.TrainerRank
-    return Host(name, module, trainer_class, lambda cut: tiny_gpt.build_runtime(cut=cut), tiny_gpt.adapter, {})
+    return Host(name, module, trainer_class, _build, tiny_gpt.adapter, {})
+
+
+def _build(cut: Cut, *, shape: Shape | None = None) -> Any:
+    return tiny_gpt.build_runtime(shape or Shape(), cut)
 
 
 def _art() -> Host:

@@ -43,10 +43,10 @@ class Seen:
 class Play:
     """A caller with a trainer of his own, two trainable slots A and B, and A selected."""
 
-    def __init__(self, own: Host, runtime: Any, **options: Any) -> None:
+    def __init__(self, own: Host, runtime: Any) -> None:
         self.host = own
         self.seen = Seen()
-        self.trainer = own.trainer(runtime, **options)
+        self.trainer = own.trainer(runtime)
         self.sites = own.load(self.trainer, "A", 1) + own.load(self.trainer, "B", 2)
         self.trainer.set_checkpoint("A")
 
@@ -165,13 +165,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def play(rank: int, names: Sequence[str], cut: Cut, bodies: Mapping[str, Body]) -> dict[str, dict[str, Seen]]:
+def play(
+    rank: int, names: Sequence[str], cut: Cut, bodies: Mapping[str, Body], **options: Any
+) -> dict[str, dict[str, Seen]]:
     """On one rank: every body over every host; what was seen, by host and body."""
     seen: dict[str, dict[str, Seen]] = {}
     runtime: Any = None
     for name in names:
         own = host(name)
-        runtime = runtime or own.build(cut)
+        runtime = runtime or own.build(cut, **options)
         seen[name] = {body: play_one(own, runtime, function) for body, function in bodies.items()}
     return seen
 

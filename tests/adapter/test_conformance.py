@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
-from art_adapter.tiny_gpt import Cut
+from art_adapter.tiny_gpt import Cut, Shape
 
 from .art_on_cpu import why_not
 from .bodies import BODIES
@@ -20,9 +21,15 @@ from .processes import on_ranks
 UNEVEN = Cut(pipeline=2, layers_per_stage=(1, 3))
 
 
-def played(ranks: int, names: tuple[str, ...], cut: Cut, bodies: Any = None) -> list[dict[str, dict[str, Seen]]]:
-    """What every rank saw, by host and body."""
-    return on_ranks(play, ranks, names, cut, bodies or BODIES)
+def played(
+    ranks: int, names: tuple[str, ...], cut: Cut, bodies: Any = None, **options: Any
+) -> list[dict[str, dict[str, Seen]]]:
+    """What every rank saw, by host and body; options: of the model."""
+    return on_ranks(partial(play, **options), ranks, names, cut, bodies or BODIES)
+
+
+def some(*names: str) -> dict[str, Any]:
+    return {name: BODIES[name] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +59,44 @@ def test_two_uneven_stages_do_what_one_does_over_arts_own_class(art: Any, body: 
     assert not why, why
 
 
+RECOMPUTED = ("gradients_accumulate_over_forwards_and_backwards", "slots_mixed_in_one_call", "five_steps")
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_a_recomputed_forward_keeps_its_slot_over_arts_own_class() -> None:
+    (one,), stages = (
+        played(1, ("art",), Cut(), some(*RECOMPUTED), recompute=True),
+        played(2, ("art",), UNEVEN, some(*RECOMPUTED), recompute=True),
+    )
+    for body in RECOMPUTED:
+        why = difference(one["art"][body], [stage["art"][body] for stage in stages])
+        assert not why, f"{body}: {why}"
+
+
+TIED = ("all_combinations_of_outputs", "five_steps")
+
+
+def test_an_output_layer_that_is_tied_to_the_embedding_does_what_it_does_on_one_stage() -> None:
+    shape = Shape(tied=True)
+    (one,) = played(1, ("reference",), Cut(), some(*TIED), shape=shape)
+    stages = played(2, ("reference",), UNEVEN, some(*TIED), shape=shape)
+    for body in TIED:
+        why = difference(one["reference"][body], [stage["reference"][body] for stage in stages])
+        assert not why, f"{body}: {why}"
+
+
 DATA_PARALLEL = ("data_is_reduced_over_data_ranks_only", "five_steps", "an_optimizer_step_inside_the_loop")
+DATA_PARALLEL_HOSTS = ("reference", "july")
 
 
 @pytest.fixture(scope="module")
 def data_parallel() -> Iterator[Any]:
-    bodies = {name: BODIES[name] for name in DATA_PARALLEL}
-    names = ("reference", "july")
-    yield played(2, names, Cut(), bodies), played(4, names, UNEVEN, bodies)
+    bodies = some(*DATA_PARALLEL)
+    yield played(2, DATA_PARALLEL_HOSTS, Cut(), bodies), played(4, DATA_PARALLEL_HOSTS, UNEVEN, bodies)
 
 
 @pytest.mark.parametrize("body", DATA_PARALLEL)
-@pytest.mark.parametrize("host", ("reference", "july"))
+@pytest.mark.parametrize("host", DATA_PARALLEL_HOSTS)
 def test_two_stages_of_two_data_ranks_do_what_two_data_ranks_do(data_parallel: Any, host: str, body: str) -> None:
     whole, cut = data_parallel
     for data_rank in range(2):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("megatron.core")
 
@@ -26,6 +24,8 @@ from art_adapter.lora import SlotRef, use_lora_slot
 from art_adapter.packing import packed_length
 from art_adapter.runtime import Runtime
 from art_adapter.tiny_gpt import Cut, Shape, adapter, build_runtime, licence_text, licence_text_inputs
+
+from .processes import on_ranks
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -446,21 +446,6 @@ def test_the_licence_text_is_long_enough_to_cut_from() -> None:
 # ---- two processes
 
 
-def in_two_processes(body: Callable[[int], Any], folder: Path) -> list[Any]:
-    """What ``body(rank)`` returned on each of two gloo ranks."""
-    mp.spawn(_process, args=(body, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-def _process(rank: int, body: Callable[[int], Any], folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
-    try:
-        torch.save(body(rank), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
-
-
 def data_parallel(rank: int) -> Any:
     trainer = with_slots(ReferenceTrainerRank(build_runtime()))
     total = torch.tensor([float(rank + 1)])
@@ -476,8 +461,8 @@ def data_parallel(rank: int) -> Any:
     return total.item(), seen, norms, weights
 
 
-def test_two_data_parallel_ranks_step_like_one_on_the_union(runtime: Runtime, tmp_path: Path) -> None:
-    zero, one = in_two_processes(data_parallel, tmp_path)
+def test_two_data_parallel_ranks_step_like_one_on_the_union(runtime: Runtime) -> None:
+    zero, one = on_ranks(data_parallel, 2)
     alone = data_parallel(0)
     assert (zero[0], one[0], alone[0]) == (3.0, 3.0, 1.0)
     assert (zero[1], one[1], alone[1]) == ([0, 2, 4] * 2, [1, 3] * 2, [0, 1, 2, 3, 4] * 2)
@@ -528,10 +513,8 @@ def sequence_parallel(rank: int) -> Any:
 
 
 @pytest.mark.parametrize("body", [plain_tensor_parallel, sequence_parallel])
-def test_two_tensor_parallel_ranks_compute_what_one_does(
-    runtime: Runtime, body: Callable[[int], Any], tmp_path: Path
-) -> None:
-    zero, one = in_two_processes(body, tmp_path)
+def test_two_tensor_parallel_ranks_compute_what_one_does(runtime: Runtime, body: Callable[[int], Any]) -> None:
+    zero, one = on_ranks(body, 2)
     alone = body(0)
     for found in (zero, one):
         torch.testing.assert_close(found[0], alone[0], rtol=1e-4, atol=1e-4)
@@ -600,10 +583,8 @@ def four_virtual_stages(rank: int) -> Any:
 
 
 @pytest.mark.parametrize("body", [two_even_stages, two_uneven_stages, four_virtual_stages])
-def test_a_model_cut_into_stages_is_the_same_model_bit_for_bit(
-    runtime: Runtime, body: Callable[[int], Any], tmp_path: Path
-) -> None:
-    zero, one = in_two_processes(body, tmp_path)
+def test_a_model_cut_into_stages_is_the_same_model_bit_for_bit(runtime: Runtime, body: Callable[[int], Any]) -> None:
+    zero, one = on_ranks(body, 2)
     alone = body(0)
     assert all(map(torch.equal, one[0], alone[0]))
     grads = {**zero[1], **one[1]}
@@ -611,7 +592,7 @@ def test_a_model_cut_into_stages_is_the_same_model_bit_for_bit(
     assert all(torch.equal(grads[name], alone[1][name]) for name in grads)
 
 
-def test_another_number_of_items_on_another_rank_is_refused_by_both(tmp_path: Path) -> None:
-    zero, one = in_two_processes(wrong_counts, tmp_path)
+def test_another_number_of_items_on_another_rank_is_refused_by_both() -> None:
+    zero, one = on_ranks(wrong_counts, 2)
     assert zero == one
     assert "by rank: [1, 2]" in zero

@@ -16,6 +16,7 @@ from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
 from pipeline_engine.run.transports.base import Failure, Handle, Transport
 from pipeline_engine.run.transports.memory import MemoryTransport
+from pipeline_engine.run.wire import Stamp
 from pipeline_engine.testing import run_ranks_in_threads
 from tests.run.playing import DEADLINE, ROWS, Rank, batch, loss_of
 
@@ -30,7 +31,7 @@ def two_mailboxes(transport: Transport) -> list[Mailbox]:
 
 
 def message(number: int, size: int) -> tuple[torch.Tensor, ...]:
-    return wire.encode_cargo(Cargo.of(torch.full((size,), float(number))), number)
+    return wire.encode_cargo(Cargo.of(torch.full((size,), float(number))), Stamp(number))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -49,7 +50,7 @@ def test_messages_of_two_parts_are_taken_in_any_order(order: tuple[int, ...]) ->
             for value in values:
                 mailbox.post(value, 0, wire.FIRST_BYTES)
             for number in order:
-                tensor = wire.decode_cargo(mailbox.take(values[number], 0), number).tree()
+                tensor = wire.decode_cargo(mailbox.take(values[number], 0), Stamp(number)).tree()
                 assert tensor.tolist() == [float(number)] * sizes[number]
 
     run_ranks_in_threads(on_rank, 2)
@@ -62,15 +63,15 @@ def test_messages_of_two_calls_on_one_channel_keep_apart() -> None:
         earlier, later = two_mailboxes(transport)
         value = Activation(0, 0)
         if transport.rank == 0:
-            earlier.send(value, 1, wire.encode_cargo(Cargo.of(torch.zeros(5000)), 0))
-            later.send(value, 1, wire.encode_cargo(Cargo.of(torch.ones(7000)), 0))
+            earlier.send(value, 1, wire.encode_cargo(Cargo.of(torch.zeros(5000)), Stamp(0)))
+            later.send(value, 1, wire.encode_cargo(Cargo.of(torch.ones(7000)), Stamp(0)))
             for mailbox in (earlier, later):
                 mailbox.wait_send(value, 1)
         else:
             for mailbox in (earlier, later):
                 mailbox.post(value, 0, wire.FIRST_BYTES)
-            assert wire.decode_cargo(later.take(value, 0), 0).tree().sum() == 7000
-            assert wire.decode_cargo(earlier.take(value, 0), 0).tree().sum() == 0
+            assert wire.decode_cargo(later.take(value, 0), Stamp(0)).tree().sum() == 7000
+            assert wire.decode_cargo(earlier.take(value, 0), Stamp(0)).tree().sum() == 0
 
     run_ranks_in_threads(on_rank, 2)
 
@@ -147,7 +148,7 @@ class DropsAGradient(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if not channel.name.startswith("dx") or self.counts[channel.name] != 3:
             return message
-        return wire.encode_grads((None,), 2, wire.FIRST_BYTES)[0]
+        return wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES)[0]
 
 
 class LiesAboutTheMicrobatch(Meddling):
@@ -156,7 +157,7 @@ class LiesAboutTheMicrobatch(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        return wire.encode_cargo(wire.decode_cargo(message, 1), 2)[0]
+        return wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2))[0]
 
 
 class ShrinksATensor(Meddling):
@@ -165,7 +166,7 @@ class ShrinksATensor(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        (longer,) = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), 1, limit=10**6)
+        (longer,) = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), Stamp(1), limit=10**6)
         return longer[: message.numel()]
 
 

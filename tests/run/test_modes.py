@@ -71,13 +71,27 @@ def test_a_stage_sees_the_callers_modes_in_its_forward_and_in_its_backward() -> 
         SLOT.set("student")
         with torch.autocast("cpu", dtype=torch.bfloat16):
             expected = now()
-            items = rank.pipeline.stream(batch([2] * 5))
-        SLOT.set("somebody else")
-        for item in items:
-            loss_of(item.outputs.float(), item.index).backward()
-        rank.pipeline.flush()
+            for item in rank.pipeline.stream(batch([2] * 5)):
+                with torch.autocast("cpu", enabled=False), torch.inference_mode(False):
+                    loss_of(item.outputs.float(), item.index).backward()
+            rank.pipeline.flush()
         assert len(rank.stage.seen) == 10 and set(rank.stage.seen) == {expected}
-        assert SLOT.get() == "somebody else" and not torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_enabled("cpu")
+
+    on_ranks(on_rank, 3, "1f1b", Witness)
+
+
+def test_what_the_caller_changes_in_his_loop_holds_for_the_forwards_that_come_then() -> None:
+    def on_rank(rank: Rank) -> None:
+        SLOT.set("student")
+        for item in rank.pipeline.stream(batch([2] * 6)):
+            if item.index == 2:
+                SLOT.set("teacher")
+            with torch.no_grad():  # the loop's business: whether the call differentiates was said when it began
+                assert item.outputs.requires_grad
+        slots = [seen[-1] for seen in rank.stage.seen]
+        ahead = rank.graph.num_ranks - rank.number  # forwards that have run when an item is handed out
+        assert slots == ["student"] * (2 + ahead) + ["teacher"] * (4 - ahead), slots
 
     on_ranks(on_rank, 3, "1f1b", Witness)
 

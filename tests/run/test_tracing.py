@@ -81,7 +81,7 @@ def test_costs_are_per_stage_and_per_unit_of_weight() -> None:
     assert isinstance(costs.backward_input, tuple) and isinstance(costs.backward_weight, tuple)
     whole = [first + second for first, second in zip(costs.backward_input, costs.backward_weight, strict=True)]
     assert whole == pytest.approx((0.04, 0.04), rel=0.3)
-    assert costs.latency < 0.02
+    assert all(seconds < 0.02 for _, seconds in costs.latency)
 
 
 def test_everything_that_a_rank_did_is_in_the_trace() -> None:
@@ -105,7 +105,7 @@ def test_the_report_names_the_slowest_stage_and_where_the_time_went() -> None:
         assert share.compute + share.caller + share.idle == pytest.approx(report.makespan)
     assert report.shares[1].idle == min(share.idle for share in report.shares)
     text = str(report)
-    assert all(word in text for word in ("idle", "fill", "latency", "rank 2", report.advice[0]))
+    assert all(word in text for word in ("idle", "fill", "imbalance", "rank 2", report.advice[0]))
 
 
 def test_advice_says_what_an_order_and_more_in_flight_would_win() -> None:
@@ -118,7 +118,7 @@ def test_advice_says_what_an_order_and_more_in_flight_would_win() -> None:
     even = pe.simulate(schedule, pe.Costs(latency=0.3))
     spans = [[*spans] for spans in even.spans]
     trace = pe.Trace(schedule, (), with_messages(pe.lower(schedule), spans, latency=0.3))
-    assert trace.costs().latency == pytest.approx(0.3)
+    assert dict(trace.costs().latency) == pytest.approx({"x": 0.3, "dx": 0.3, "y": 0.3})  # type: ignore[arg-type]
     advice = pe.report(trace).advice[-1]
     assert "waits" in advice and "for latency: with max_in_flight=" in advice and "instead of 4" in advice
 
@@ -174,8 +174,8 @@ def test_a_planned_order_changes_the_order_and_nothing_else(name: str, ranks: in
     def on_rank(transport: Transport) -> tuple[list[int], list[float], list[float], list[float]]:
         stages = {stage: sleeping(0, 0) for stage in graph.stages_of(transport.rank)}
         with pe.Pipeline(stages, graph=graph, schedule=name, transport=transport, order="planned") as pipeline:
-            items = [(item.index, float(item.outputs.sum())) for item in pipeline.stream(data)]
-            together = [float(output.sum()) for output in pipeline.forward(data)]
+            items = [(item.index, float(item.outputs.detach().sum())) for item in pipeline.stream(data)]
+            together = [float(output.detach().sum()) for output in pipeline.forward(data)]
             losses = pipeline.step(data, lambda outputs, index: outputs.sum() * (index + 1))
         return [i for i, _ in items], [total for _, total in sorted(items)], together, [float(loss) for loss in losses]
 
@@ -200,16 +200,16 @@ def test_a_planned_order_needs_a_sequence_and_a_known_word() -> None:
 
 def test_an_error_names_the_callers_number() -> None:
     def on_rank(transport: Transport) -> None:
-        graph = pe.StageGraph.chain(1, 1)
-        stages = {0: sleeping(0, 0)}
+        graph = pe.StageGraph.chain(2, 2)
+        stages = {transport.rank: sleeping(0, 0)}
         with pe.Pipeline(stages, graph=graph, schedule="1f1b", transport=transport, order="planned") as pipeline:
-            first = next(iter(pipeline.stream(batch([5, 1]))))
+            first = next(iter(pipeline.stream(batch([5, 1, 4]))))
             assert first.index == 1
             pipeline.skip(first)
             first.outputs.sum().backward()
 
     with pytest.raises(pe.UsageError, match="microbatch 1, which was skipped"):
-        run_ranks_in_threads(on_rank, 1)
+        run_ranks_in_threads(on_rank, 2)
 
 
 # Memory, counted by the stages themselves.

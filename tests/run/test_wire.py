@@ -13,6 +13,7 @@ from pipeline_engine.errors import TransportError
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo
 from pipeline_engine.run.transports.base import Failure
+from pipeline_engine.run.wire import Stamp
 from tests.run.test_cargo import same, trees
 
 DTYPES = [
@@ -59,7 +60,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @given(st.lists(tensors(), max_size=4), st.integers(0, 1000))
 def test_tensors_of_any_dtype_and_stride_arrive_bit_for_bit(sent: list[torch.Tensor], microbatch: int) -> None:
-    arrived = wire.decode_cargo(arrive(wire.encode_cargo(Cargo.of(sent), microbatch)), microbatch)
+    arrived = wire.decode_cargo(arrive(wire.encode_cargo(Cargo.of(sent), Stamp(microbatch))), Stamp(microbatch))
     for left, right in zip(sent, arrived.leaves, strict=True):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert torch.equal(bits(left), bits(right))
@@ -68,7 +69,7 @@ def test_tensors_of_any_dtype_and_stride_arrive_bit_for_bit(sent: list[torch.Ten
 @given(trees)
 def test_trees_arrive_as_they_were(tree: Any) -> None:
     cargo = Cargo.of(tree)
-    arrived = wire.decode_cargo(arrive(wire.encode_cargo(cargo, 7)), 7)
+    arrived = wire.decode_cargo(arrive(wire.encode_cargo(cargo, Stamp(7))), Stamp(7))
     assert same(arrived.tree(), tree) and arrived.needs_grad == cargo.needs_grad
 
 
@@ -77,9 +78,9 @@ def test_absent_gradients_stay_absent(grads: list[torch.Tensor | None]) -> None:
     limit = wire.FIRST_BYTES + sum(
         4 * ALIGNMENT + grad.numel() * grad.element_size() for grad in grads if grad is not None
     )
-    parts = wire.encode_grads(tuple(grads), 3, limit)
+    parts = wire.encode_grads(tuple(grads), Stamp(3), limit)
     assert len(parts) == 1
-    arrived = wire.decode_grads(parts[0], 3)
+    arrived = wire.decode_grads(parts[0], Stamp(3))
     assert [grad is None for grad in arrived] == [grad is None for grad in grads]
     for left, right in zip(grads, arrived, strict=True):
         assert left is None or (right is not None and torch.equal(bits(left), bits(right)))
@@ -87,41 +88,43 @@ def test_absent_gradients_stay_absent(grads: list[torch.Tensor | None]) -> None:
 
 def test_a_message_is_a_copy_of_what_was_sent() -> None:
     tensor = torch.ones(4)
-    (message,) = wire.encode_cargo(Cargo.of(tensor), 0)
+    (message,) = wire.encode_cargo(Cargo.of(tensor), Stamp(0))
     tensor.zero_()
-    assert wire.decode_cargo(message, 0).tree().tolist() == [1, 1, 1, 1]
+    assert wire.decode_cargo(message, Stamp(0)).tree().tolist() == [1, 1, 1, 1]
 
 
 def test_what_arrives_may_be_changed_in_place_without_touching_its_neighbours() -> None:
-    (message,) = wire.encode_cargo(Cargo.of([torch.ones(3), torch.ones(5)]), 0)
-    first, second = wire.decode_cargo(message, 0).leaves
+    (message,) = wire.encode_cargo(Cargo.of([torch.ones(3), torch.ones(5)]), Stamp(0))
+    first, second = wire.decode_cargo(message, Stamp(0)).leaves
     version = second._version
     first.mul_(2)
     assert not first._is_view() and (second._version, second.tolist()) == (version, [1] * 5)
 
 
 def test_another_microbatch_than_expected_is_refused() -> None:
-    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), 4)
-    with pytest.raises(TransportError, match="for microbatch 4 arrived where kind 0 for microbatch 5 was expected"):
-        wire.decode_cargo(message, 5)
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(4))
+    with pytest.raises(
+        TransportError, match="for microbatch 4 arrived where one of kind 0 of call 0 for microbatch 5 was expected"
+    ):
+        wire.decode_cargo(message, Stamp(5))
 
 
 def test_another_kind_than_expected_is_refused() -> None:
-    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), 4)
-    with pytest.raises(TransportError, match="of kind 0 for microbatch 4 arrived where kind 1"):
-        wire.decode_grads(message, 4)
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(4))
+    with pytest.raises(TransportError, match="kind 0 of call 0 for microbatch 4 arrived where one of kind 1"):
+        wire.decode_grads(message, Stamp(4))
 
 
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(TransportError, match="the channel carries foreign data"):
-        wire.decode_cargo(torch.zeros(ALIGNMENT, dtype=torch.uint8), 0)
+        wire.decode_cargo(torch.zeros(ALIGNMENT, dtype=torch.uint8), Stamp(0))
 
 
 @given(st.integers(1, 500))
 def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
-    (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), 0)
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), Stamp(0))
     with pytest.raises(TransportError, match=r"a message of .* bytes announces"):
-        wire.decode_cargo(message[: message.numel() - missing - 48], 0)
+        wire.decode_cargo(message[: message.numel() - missing - 48], Stamp(0))
 
 
 @given(st.text(), st.text(), st.text(max_size=4000))
@@ -134,5 +137,5 @@ def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing:
 
 
 def test_an_ordinary_message_is_no_notice_of_failure() -> None:
-    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(2)), 0)[0]) is None
-    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(5000)), 0)[0]) is None
+    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(0))[0]) is None
+    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(5000)), Stamp(0))[0]) is None

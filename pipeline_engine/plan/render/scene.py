@@ -91,7 +91,7 @@ def scene_of(thing: Drawable, order: Sequence[int] = ()) -> Scene:
             tuple(_block(span, stages, order) for span in spans if span.end > span.start)
             for spans, stages in zip(timeline.spans, owned, strict=True)
         ),
-        held=tuple(_held(spans) for spans in timeline.spans),
+        held=tuple(tuple(timeline.in_flight(rank)) for rank in range(len(timeline.spans))),
         makespan=timeline.makespan,
         bubble=timeline.bubble,
         layers=max(map(len, owned), default=1),
@@ -120,16 +120,3 @@ def _block(span: Span, stages: Sequence[int], order: Sequence[int]) -> Block:
 
 def _stage_block(action: Compute, label: str, layer: int, span: Span) -> Block:
     return Block(_KIND_OF[type(action)], label, layer, f"{action.stage}{action.letter}{label}", span.start, span.end)
-
-
-def _held(spans: Sequence[Span]) -> tuple[tuple[float, int], ...]:
-    steps, held = [(0.0, 0)], 0
-    for span in spans:
-        match span.action:
-            case Forward():
-                held += 1
-                steps.append((span.start, held))
-            case Backward() | BackwardWeight():
-                held -= 1
-                steps.append((span.end, held))
-    return tuple(steps)

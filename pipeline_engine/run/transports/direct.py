@@ -62,6 +62,7 @@ class Direct:
     _unread: dict[int, bytearray] = field(init=False, factory=lambda: defaultdict(bytearray))
     _arrived: dict[tuple[int, int, int], _Arrivals] = field(init=False, factory=lambda: defaultdict(_Arrivals))
     _bell: tuple[socket.socket, socket.socket] = field(init=False, factory=socket.socketpair)
+    _is_reading: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         for each in (*(wire.socket for wire in self._wires.values()), *self._bell):
@@ -100,6 +101,11 @@ class Direct:
         for backlog in self._backlogs.values():
             backlog.wake()
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether Ctrl-C came in the middle of a frame, so that nobody knows where the next one begins."""
+        return self._is_reading or any(backlog.is_writing for backlog in self._backlogs.values())
+
     def forget(self, before: int) -> None:
         """Drop what arrived in epochs before that one."""
         for key in [key for key in self._arrived if key[1] < before]:
@@ -119,11 +125,13 @@ class Direct:
             if descriptor == self._bell[0].fileno():
                 self._bell[0].recv(_CHUNK)
             else:
+                self._is_reading = True  # and so it stays if Ctrl-C comes before it is set back
                 news = source.recv(_CHUNK)
-                if not news:
-                    raise ConnectionError(f"rank {peer} has closed its end")
                 self._unread[peer] += news
                 self._sort(peer)
+                self._is_reading = False
+                if not news:
+                    raise ConnectionError(f"rank {peer} has closed its end")
 
     def _sort(self, peer: int) -> None:
         unread = self._unread[peer]
@@ -159,10 +167,12 @@ class _Backlog:
     _waiting: deque[bytes] = Factory(deque)
     _count: int = 0  # frames that were ever put here
     _written: int = 0
+    is_writing: bool = False
 
     def send(self, frame: bytes) -> int:
         """Write a frame, now or later; its number."""
         with self._changed:
+            self.is_writing = True
             self._count += 1
             if self._waiting:
                 self._waiting.append(frame)
@@ -171,6 +181,7 @@ class _Backlog:
                 Thread(target=self._pump, name="backlog of small messages", daemon=True).start()
             else:
                 self._written += 1
+            self.is_writing = False
             return self._count
 
     def wait(self, number: int, over: Callable[[], bool], deadline: float) -> bool:

@@ -65,8 +65,7 @@ class TorchTransport(Transport):
         self._waiting_for: Channel | None = None
         self._settling = self._settled = False
         wires = connect_wires(self._store, self.rank, self.num_ranks, timeout)
-        ways = connect_wires(PrefixStore("direct", self._store), self.rank, self.num_ranks, timeout)
-        self._direct = Direct(ways)
+        self._direct = Direct({})
         self._watchdog = Watchdog(self.rank, wires, self, grace)
         self._watchdog.start()
 
@@ -84,10 +83,12 @@ class TorchTransport(Transport):
         try:
             with self._lock:  # the watchdog must not top up links that are half built
                 self._links.drop()
+                self._direct.close()
+                within = min(deadline, _SECONDS_TO_BUILD)
+                store = PrefixStore(f"direct/{self._generation}", self._store)
+                self._direct = Direct(connect_wires(store, self.rank, self.num_ranks, within))
                 store = PrefixStore(f"links/{self._generation}", self._store)
-                self._links = Links.build(
-                    store, self.rank, self.num_ranks, channels, self._lock, min(deadline, _SECONDS_TO_BUILD)
-                )
+                self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, within)
         except RuntimeError as error:
             self._watchdog.wait_until(lambda: self.failure() is not None, _SECONDS_TO_HEAR_WHY)
             self._raise_failure(error)
@@ -256,7 +257,8 @@ class TorchTransport(Transport):
         tallies = self._watchdog.tallies()
         self._hear_all(tallies, lambda: None, "the channels did not settle", deadline)
         self._balance()
-        word = WHOLE if self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) else b"broken"
+        is_whole = self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) and not self._direct.is_torn
+        word = WHOLE if is_whole else b"broken"
         words = self._exchange(_SETTLED, word, lambda: None, "the channels did not settle", deadline)
         self._settled = True
         if any(word != WHOLE for word in words):

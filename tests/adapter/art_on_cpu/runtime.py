@@ -17,13 +17,21 @@ RANK = 4
 SHAPE = Shape(vocabulary=256)
 
 
-def build_runtime(cut: Cut, *, shape: Shape = SHAPE) -> Any:
-    """The fields of ART's TrainingRuntime that its trainer touches, for this rank's stage of the model."""
+def build_runtime(cut: Cut, *, shape: Shape = SHAPE, recompute: bool = False) -> Any:
+    """The fields of ART's TrainingRuntime that its trainer touches, for this rank's stage of the model.
+
+    Args:
+        cut: how the model is spread over ranks.
+        shape: the model.
+        recompute: whether every layer is run again in the backward instead of keeping its activations.
+    """
     install()
     from megatron.core import parallel_state
 
     initialise_parallel_state(cut)
     config = transformer_config(shape, cut)
+    if recompute:
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     model = _stage(shape, cut, config, parallel_state.get_pipeline_model_parallel_rank())
     fill(model, config, seed=1234)
     model.requires_grad_(False)
@@ -82,7 +90,7 @@ def _stage(shape: Shape, cut: Cut, config: Any, stage: int) -> Any:
         pre_process=stage == 0,
         post_process=stage == cut.stages - 1,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=shape.tied,
     )
 
 

@@ -1,0 +1,136 @@
+"""Random numbers: the same masks however the model is cut, and however often a forward is run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipeline_engine as pe
+from pipeline_engine.run.randomness import RandomState, carried, state_of
+from pipeline_engine.run.transports.base import Transport
+from pipeline_engine.testing import run_ranks_in_threads
+from tests.run.playing import DEADLINE, WIDTH, batch, loss_of
+
+LAYERS = 4
+ROWS = [3, 1, 4, 2, 5]
+
+
+class Dropping(torch.nn.Module):
+    """A layer with dropout."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(number)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(torch.tanh(x @ self.weight), 0.5, True)
+
+
+class Stage(torch.nn.Module):
+    """Some layers, with or without recomputing them in the backward."""
+
+    def __init__(self, numbers: range, recompute: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(Dropping(number) for number in numbers))
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
+        if self.recompute:
+            return torch.utils.checkpoint.checkpoint(self.layers, x, use_reentrant=False)  # type: ignore[no-any-return]
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def gradients(
+    num_ranks: int, schedule: str = "1f1b", *, recompute: bool = False, invalidate: bool = False
+) -> list[torch.Tensor]:
+    """The gradients of all layers after one stream, on a model cut into ``num_ranks`` stages."""
+    per_stage = LAYERS // num_ranks
+
+    def on_rank(transport: Transport) -> list[torch.Tensor]:
+        rank = transport.rank
+        stage = Stage(range(rank * per_stage, (rank + 1) * per_stage), recompute)
+        graph = pe.StageGraph.chain(num_ranks, num_ranks)
+        with pe.Pipeline(
+            {rank: stage}, graph=graph, schedule=schedule, transport=transport, deadline=DEADLINE, rng="per-microbatch"
+        ) as pipeline:
+            for item in pipeline.stream(batch(ROWS)):
+                loss_of(item.outputs, item.index).backward()
+                if invalidate:
+                    pipeline.invalidate()
+        return [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
+
+    torch.manual_seed(7)
+    return [grad for grads in run_ranks_in_threads(on_rank, num_ranks) for grad in grads]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_dropout_does_not_depend_on_the_cut_or_the_schedule(num_ranks: int, schedule: str) -> None:
+    whole = gradients(1)
+    for found, expected in zip(gradients(num_ranks, schedule), whole, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_recomputing_draws_the_same_masks(num_ranks: int) -> None:
+    for found, expected in zip(gradients(num_ranks, recompute=True), gradients(1), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_what_is_run_again_draws_the_same_masks() -> None:
+    for found, expected in zip(gradients(4, invalidate=True), gradients(1), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_microbatches_draw_different_masks() -> None:
+    first, second = state_of(7, 0), state_of(7, 1)
+    assert not torch.equal(first[0], second[0]) and torch.equal(first[0], state_of(7, 0)[0])
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**62), st.integers(0, 100), st.integers(1, 5))
+def test_states_go_on_where_they_stopped(seed: int, microbatch: int, draws: int) -> None:
+    with carried(state_of(seed, microbatch)):
+        whole = torch.rand(2 * draws)
+    with carried(state_of(seed, microbatch)) as state_after:
+        first = torch.rand(draws)
+        states = state_after()
+    with carried(states):
+        second = torch.rand(draws)
+    assert torch.equal(torch.cat([first, second]), whole) or draws % 2  # torch draws floats in vectors of even length
+
+
+def test_the_outer_state_is_left_as_it_was() -> None:
+    before = RandomState.now()
+    with carried(state_of(1, 2)):
+        torch.rand(5)
+    assert torch.equal(RandomState.now().cpu, before.cpu)
+
+
+def test_joins_are_refused_since_their_states_would_differ() -> None:
+    graph = pe.StageGraph(edges=[(0, 1), (1, 2), (0, 2)], rank_of=[0, 0, 0])
+
+    def on_rank(transport: Transport) -> None:
+        with pytest.raises(pe.UsageError, match="stage 2 joins several inputs"):
+            pe.Pipeline(
+                {0: abs, 1: abs, 2: abs}, graph=graph, schedule="gpipe", transport=transport, rng="per-microbatch"
+            )
+
+    run_ranks_in_threads(on_rank, 1)
+
+
+def test_an_unknown_keyword_is_refused() -> None:
+    def on_rank(transport: Transport) -> None:
+        with pytest.raises(pe.UsageError, match="rng is 'mine'"):
+            pe.Pipeline(
+                {0: abs},
+                graph=pe.StageGraph.chain(1, 1),
+                schedule="gpipe",
+                transport=transport,
+                rng="mine",  # type: ignore[arg-type]
+            )
+
+    run_ranks_in_threads(on_rank, 1)
