@@ -29,8 +29,8 @@ def limit(schedule: Schedule, max_in_flight: int) -> Schedule:
             the end of the backward; the other ranks' numbers keep their proportion to it, rounded up.
 
     Returns:
-        The same schedule if it holds that number already.  With one stage a rank, the ranks can go through with any
-        number; otherwise that is for ``check`` to say.
+        The same schedule if it holds that number already.  With one stage a rank and whole backwards, the ranks can
+        go through with any number; otherwise that is for ``check`` to say.
 
     Raises:
         ScheduleError: ``max_in_flight`` is less than 1, or the schedule is lowered.

@@ -16,6 +16,7 @@ from pipeline_engine.plan.trace import Trace
 
 _WORTH_SAYING = 0.02  # share of the makespan that advice must win in the simulator
 _UNEVEN = 1.1  # times the mean
+_MUCH = 0.05  # share of the makespan
 
 
 @frozen
@@ -42,10 +43,10 @@ class Report:
         total = self.makespan or math.inf
         lines = [
             f"{self.makespan:.4g} s, {self.bubble:.1%} idle; {self.expected:.4g} s by the simulator at the same costs",
-            "         " + "".join(f"{cause:>9}" for cause in CAUSES),
+            "         " + "".join(f"{cause:>10}" for cause in CAUSES),
         ]
         for rank, share in enumerate(self.shares):
-            lines.append(f"rank {rank:<4}" + "".join(f"{getattr(share, cause) / total:>9.1%}" for cause in CAUSES))
+            lines.append(f"rank {rank:<4}" + "".join(f"{getattr(share, cause) / total:>10.1%}" for cause in CAUSES))
         seconds = "  ".join(f"{stage}: {each:.4g}" for stage, each in enumerate(self.stage_seconds))
         lines.append(f"seconds per microbatch of weight 1, by stage   {seconds}")
         return "\n".join([*lines, *self.advice])
@@ -120,9 +121,12 @@ def _on_flight(
     if best < (1 - _WORTH_SAYING) * expected:
         rank = max(range(len(by_rank)), key=lambda rank: by_rank[rank].latency)
         waits = by_rank[rank].latency / makespan
+        cause = (
+            f"rank {rank} waits {waits:.0%} of the time for latency" if waits >= _MUCH else "ranks wait for each other"
+        )
         yield (
-            f"rank {rank} waits {waits:.0%} of the time for latency: with max_in_flight={number} instead of {held} "
-            f"the step is expected to take {_from_to(expected, best)}."
+            f"{cause}: with max_in_flight={number} instead of {held} the step is expected to take "
+            f"{_from_to(expected, best)}."
         )
 
 

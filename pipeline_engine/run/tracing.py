@@ -9,6 +9,7 @@
 
 Note [one clock]: ranks of one machine share a clock.  Between machines the clocks are brought together by the times
 at which ranks leave a few exchanges, which is as exact as an exchange is quick: good to about a millisecond.
+That, and the clock for CUDA streams, nobody has run yet.
 """
 
 from __future__ import annotations

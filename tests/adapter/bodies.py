@@ -198,6 +198,16 @@ def no_inputs_at_all(play: Play) -> None:
     play.note_outputs("silent", play.trainer.dp_rank_forward([without_targets(play, play.request(0))]))
 
 
+@body
+def a_forward_that_has_not_run_is_not_measured(play: Play) -> None:
+    """A host that takes its memory profile around the forward would measure nothing."""
+    for window in play.windows(play.requests(2)):
+        play.loss(window.outputs).backward()
+    play.trainer.dp_rank_forward(play.requests(2))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        assert not getattr(play.trainer, "_memory_profiles", None)
+
+
 # ---- accumulation
 
 

@@ -123,8 +123,25 @@ def test_foreign_bytes_are_refused() -> None:
 @given(st.integers(1, 500))
 def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), Stamp(0))
-    with pytest.raises(TransportError, match=r"a message of .* bytes announces"):
+    with pytest.raises(TransportError, match=r"a message of .* bytes arrived where 640 bytes were announced"):
         wire.decode_cargo(message[: message.numel() - missing - 48], Stamp(0))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_with_a_checksum_no_changed_byte_passes(place: int, change: int) -> None:
+    stamp = Stamp(0, verify=True)
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), stamp)
+    assert torch.equal(wire.decode_cargo(message, stamp).tree(), torch.ones(100))
+    place = ALIGNMENT + place % (message.numel() - ALIGNMENT)
+    message[place] = (int(message[place]) + change) % 256
+    with pytest.raises(TransportError, match="the checksum of a message for microbatch 0 is wrong"):
+        wire.decode_cargo(message, stamp)
+
+
+def test_a_message_of_another_call_is_refused() -> None:
+    (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(4, call=1))
+    with pytest.raises(TransportError, match="of call 1 for microbatch 4 arrived where one of kind 0 of call 2"):
+        wire.decode_cargo(message, Stamp(4, call=2))
 
 
 @given(st.text(), st.text(), st.text(max_size=4000))

@@ -21,35 +21,29 @@ def check_pairs(schedule: Schedule) -> None:
         posts: _Pending = {}
         for step, action in enumerate(program):
             kind = type(action)
-            if kind in _PAIRED:
-                is_send, starts, peer = _PAIRED[kind]
-                pending = sends if is_send else posts
-                _count(pending, starts, (action.value, getattr(action, peer)), rank, step, action)  # type: ignore[union-attr]
-        for (value, peer_rank), step in (sends | posts).items():
+            if kind is Send:
+                _start(sends, (action.value, action.to_rank), rank, step, action)  # type: ignore[union-attr]
+            elif kind is PostRecv:
+                _start(posts, (action.value, action.from_rank), rank, step, action)  # type: ignore[union-attr]
+            elif kind is WaitSend:
+                _end(sends, (action.value, action.to_rank), rank, step, action)  # type: ignore[union-attr]
+            elif kind is WaitRecv:
+                _end(posts, (action.value, action.from_rank), rank, step, action)  # type: ignore[union-attr]
+        for (value, peer), step in (sends | posts).items():
             raise ScheduleError(
-                f"rank {rank} step {step}   {program[step]}: {value} (rank {peer_rank}) is never waited for; "
+                f"rank {rank} step {step}   {program[step]}: {value} (rank {peer}) is never waited for; "
                 "what is sent or posted is waited for exactly once."
             )
 
 
-_PAIRED: dict[type[Action], tuple[bool, bool, str]] = {
-    Send: (True, True, "to_rank"),
-    WaitSend: (True, False, "to_rank"),
-    PostRecv: (False, True, "from_rank"),
-    WaitRecv: (False, False, "from_rank"),
-}
-"""Whether it is about a send, whether it starts it, and what its peer is called."""
-
-
-def _count(pending: _Pending, starts: bool, message: tuple[Value, int], rank: int, step: int, action: Action) -> None:
-    if not starts:
-        if message not in pending:
-            raise ScheduleError(f"rank {rank} step {step}   {action}: there is nothing to wait for.")
-        del pending[message]
-    elif message in pending:
+def _start(pending: _Pending, message: tuple[Value, int], rank: int, step: int, action: Action) -> None:
+    if pending.setdefault(message, step) != step:
         raise ScheduleError(f"rank {rank} step {step}   {action}: the same was started in step {pending[message]}.")
-    else:
-        pending[message] = step
+
+
+def _end(pending: _Pending, message: tuple[Value, int], rank: int, step: int, action: Action) -> None:
+    if pending.pop(message, None) is None:
+        raise ScheduleError(f"rank {rank} step {step}   {action}: there is nothing to wait for.")
 
 
 def check_order(schedule: Schedule, *, tells_channels_apart: bool) -> None:

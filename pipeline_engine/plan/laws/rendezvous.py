@@ -30,7 +30,7 @@ from pipeline_engine.plan.actions import (
 )
 from pipeline_engine.plan.laws.deadlock import Stuck, describe
 from pipeline_engine.plan.laws.hand_out import outputs_travel
-from pipeline_engine.plan.lifetimes import read_by, reads
+from pipeline_engine.plan.lifetimes import reads
 from pipeline_engine.plan.numbering import Numbering, numbering_of
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.values import Output, OutputGrad, Value
@@ -125,13 +125,16 @@ class _Rank:
     woken: list[int] = field(factory=list)
     _reads_left: dict[int, int] = field(factory=dict)  # of each value that was there, by number
     _lives: dict[int, int] = field(factory=dict)  # how often a value is read here, by offset
+    _output: int = field(init=False)  # the offsets of an output and of its gradient
+    _gradient: int = field(init=False)
     _verbs: dict[type[Action], Callable[[Any], bool]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._output, self._gradient = self.numbering.number(Output(0)), self.numbering.number(OutputGrad(0))
         self.yields_left = sum(type(action) is Yield for action in self.program)
         self._verbs = {
             **dict.fromkeys(COMPUTE, self._compute),
-            Publish: self._perform,
+            Publish: self._publish,
             Yield: lambda _: False,
             Send: self._send,
             PostRecv: self._post,
@@ -148,7 +151,7 @@ class _Rank:
     def is_at_yield(self) -> bool:
         """Whether it stands at a yield whose output is there."""
         head = self.head
-        return isinstance(head, Yield) and self._has(Output(head.microbatch))
+        return type(head) is Yield and head.microbatch * self.numbering.width + self._output in self._reads_left
 
     def run(self) -> None:
         """Go on as far as it can without anybody else."""
@@ -162,8 +165,10 @@ class _Rank:
     def hand_out_next(self) -> None:
         """The caller goes on from the yield at which it stands."""
         head = self.head
-        assert head is not None
-        self._perform(head)
+        assert isinstance(head, Yield)
+        base = head.microbatch * self.numbering.width
+        self._read(base + self._output, head)
+        self._make(base + self._gradient, head)
         self.yields_left -= 1
         self.step += 1
 
@@ -181,9 +186,10 @@ class _Rank:
             return
         made = (value for action in self.program for value in makes(action))
         kept = next(value for value in made if self._reads_left[self.numbering.number(value)] > 0)
+        missing = self._reads_left[self.numbering.number(kept)]
         raise ScheduleError(
-            f"rank {self.rank}: {kept} is never freed, {self._reads_left[self.numbering.number(kept)]} of its reads are "
-            "missing; a value is freed once, after its last use."
+            f"rank {self.rank}: {kept} is never freed, {missing} of its reads are missing; "
+            "a value is freed once, after its last use."
         )
 
     def stuck(self, late: list[int]) -> Stuck:
@@ -207,7 +213,6 @@ class _Rank:
         return self.numbering.number(value) in self._reads_left
 
     def _compute(self, action: Compute) -> bool:
-        """As ``_perform``, by numbers."""
         rule, base = self.numbering.rules[type(action)][action.stage], action.microbatch * self.numbering.width
         for offset in rule.needs:
             if base + offset not in self._reads_left:
@@ -215,17 +220,16 @@ class _Rank:
         for offset in rule.reads:
             self._read(base + offset, action)
         if rule.makes != self.numbering.nobodys:
-            self._make(base + rule.makes, makes(action)[0])
+            self._make(base + rule.makes, action)
         return True
 
-    def _perform(self, action: Action) -> bool:
-        """Publish and yield."""
-        if not all(map(self._has, needs(action, self.numbering.graph))):
+    def _publish(self, action: Publish) -> bool:
+        base = action.microbatch * self.numbering.width
+        returned = base + self.numbering.graph.last_stage
+        if returned not in self._reads_left:
             return False
-        for value in read_by(action, self.numbering.graph):
-            self._read(self.numbering.number(value), action)
-        for value in makes(action):
-            self._make(self.numbering.number(value), value)
+        self._read(returned, action)
+        self._make(base + self._output, action)
         return True
 
     def _send(self, action: Send) -> bool:
@@ -248,7 +252,7 @@ class _Rank:
         if message not in self.traffic.sent:
             self.traffic.waiting[True, message] = self.rank
             return False
-        self._make(message[0], action.value)
+        self._make(message[0], action)
         return True
 
     def _wait_send(self, action: WaitSend) -> bool:
@@ -258,11 +262,12 @@ class _Rank:
             return False
         return True
 
-    def _make(self, number: int, value: Value) -> None:
-        if number in self._reads_left:
-            raise ScheduleError(f"{value} is made 2 times on rank {self.rank}; every value is made exactly once.")
+    def _make(self, number: int, action: Action) -> None:
         offset = number % self.numbering.width
-        if offset not in self._lives:
+        if number in self._reads_left or offset not in self._lives:
+            (value,) = makes(action)
+            if number in self._reads_left:
+                raise ScheduleError(f"{value} is made 2 times on rank {self.rank}; every value is made exactly once.")
             self._lives[offset] = _life(value, self.rank, self.numbering, self.hand_out)
         self._reads_left[number] = self._lives[offset]
 

@@ -97,7 +97,7 @@ def _legend(scenes: Sequence[Scene]) -> Iterator[str]:
 def _panel(title: str, scene: Scene, frame: _Frame, top: float) -> Iterator[str]:
     facts = f"{_number(scene.makespan)} s, {scene.bubble:.1%} idle, {scene.most_held} in flight at most"
     yield _text(_LEFT, top + 14, title, size=14, weight="bold") if title else ""
-    yield _text(_LEFT + (8.6 * len(title) + 14 if title else 0), top + 14, facts, size=12, colour=palette.FAINT)
+    yield _text(_LEFT + (9.2 * len(title) + 14 if title else 0), top + 14, facts, size=12, colour=palette.FAINT)
     rows = top + _TITLE
     for rank, blocks in enumerate(scene.blocks):
         yield from _row(rank, blocks, scene, frame, rows + rank * frame.row)

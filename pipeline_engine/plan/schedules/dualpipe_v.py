@@ -5,7 +5,7 @@
 
 The paper overlaps a pair's forward with its backward; here the two run one after the other.  Backwards are split where
 the paper splits them: on the way in, and in the second half of the way out.
-Bubble: (p - 1)(f + 2 i - w) / 2 seconds per rank when f = i = w and m >= 2p.
+Bubble: (p - 1) f / 2 seconds per rank when f = i = w and m >= 2p.
 Held on every rank: at most 2p + 1 activations of a stage.
 p ranks with two stages each, m microbatches; f, i, w: forward and the halves of a backward on one rank.
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1, and github.com/deepseek-ai/DualPipe, ``dualpipev.py``.  With
