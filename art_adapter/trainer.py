@@ -30,6 +30,7 @@ from .compat import (
     world_is,
 )
 from .gradients import counts_here, take_from_last_stage
+from .publishing import PipelinedPublishing
 from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
 from .runtime import Runtime, language_model
@@ -236,7 +237,9 @@ class PipelinedForward:
 @cache
 def pipelined(host: type) -> type:
     """The pipelined class over a trainer's own class."""
-    return type(f"Pipelined{host.__name__}", (PipelinedForward, host), {"__module__": __name__, "host": host})
+    publishing = (PipelinedPublishing,) if hasattr(host, "save_checkpoint_slot_lora") else ()
+    bases = (*publishing, PipelinedForward, host)
+    return type(f"Pipelined{host.__name__}", bases, {"__module__": __name__, "host": host})
 
 
 class TrainerRank:

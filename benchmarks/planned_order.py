@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import asdict, evolve, frozen
 
@@ -75,8 +74,12 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    rows = [measured(setting, given.draws) for setting in settings()]
-    print(table(rows))
+    rows = []
+    for setting in settings():
+        rows.append(measured(setting, given.draws))
+        print(line(rows[-1]), flush=True)
+    print("\n".join([HEAD, *map(line, rows)]))
+    print(f"worst planned: {max(max(row.planned) for row in rows):.3f}")
     if given.json:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
@@ -173,20 +176,20 @@ def neighbour(order: Order, rng: random.Random) -> Order:
     return tuple(changed)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each setting: median and worst of each ratio."""
-    head = "| P | m | sigma | in flight | bytes | as packed | smallest at both ends | planned | planner, ms |"
-    lines = [head, "|---|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        at = row.setting
-        ratios = " | ".join(spread(each) for each in (row.packed, row.both_ends, row.planned))
-        seconds = f"{statistics.median(row.seconds) * 1e3:.1f} ({max(row.seconds) * 1e3:.1f})"
-        lines.append(
-            f"| {at.ranks} | {at.count} | {at.sigma} | {at.in_flight * at.ranks} | {'tight' if at.tight else 'free'} "
-            f"| {ratios} | {seconds} |"
-        )
-    worst: dict[str, Any] = {"worst planned": max(max(row.planned) for row in rows)}
-    return "\n".join([*lines, "", *(f"{name}: {value:.3f}" for name, value in worst.items())])
+HEAD = """\
+| P | m | sigma | in flight | bytes | as packed | smallest at both ends | planned | over 1.05 | planner, ms |
+|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def line(row: Row) -> str:
+    """Median and extremes of each ratio."""
+    at = row.setting
+    ratios = " | ".join(spread(each) for each in (row.packed, row.both_ends, row.planned))
+    over = f"{sum(ratio > 1.05 for ratio in row.planned)} of {len(row.planned)}"
+    return (
+        f"| {at.ranks} | {at.count} | {at.sigma} | {at.in_flight * at.ranks} | {'tight' if at.tight else 'free'} "
+        f"| {ratios} | {over} | {statistics.median(row.seconds) * 1e3:.1f} |"
+    )
 
 
 def spread(ratios: Sequence[float]) -> str:

@@ -18,18 +18,16 @@ from attrs import frozen
 
 from pipeline_engine.errors import PipelineError, UsageError
 from pipeline_engine.plan.advance import Replica
-from pipeline_engine.plan.check import check
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
-from pipeline_engine.plan.limit import limit
 from pipeline_engine.plan.schedule import Schedule
-from pipeline_engine.plan.schedules import build
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.agreement import agree
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.executor import Executor
+from pipeline_engine.run.fitting import check_fit, fitting_schedule
 from pipeline_engine.run.gate import Gatekeeper
 from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
 from pipeline_engine.run.microbatch import Microbatch
@@ -105,13 +103,13 @@ class Pipeline:
         rng: Rng = None,
         verify: bool = False,
     ) -> None:
-        _check_fit(stages, graph, transport)
+        check_fit(stages, graph, transport)
         self._stages = dict(stages)
         self._graph = graph
         self._transport = transport
         self._deadline, self._verify = float(deadline), verify
         self._ordering, self._tracer = check_ordering(order), tracer
-        self._schedule_for = cache(lambda count: _checked(schedule, graph, count, max_in_flight))
+        self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
         self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
         self._per_microbatch = is_per_microbatch(rng, graph)
         self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
@@ -296,10 +294,10 @@ class Pipeline:
             seed=self._seed(),
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
         )
-        forward_only = not modes.differentiates
+        forward_only, rank = not modes.differentiates, self._transport.rank
         history = History(
-            make_replica=lambda: Replica(schedule, forward_only=forward_only, hand_out=hand_out),
-            rank=self._transport.rank,
+            make_replica=lambda: Replica(schedule, forward_only=forward_only, hand_out=hand_out, rank=rank),
+            rank=rank,
             memory=self._memory,
             moment=self._memory.beginning((source.count, forward_only, hand_out)),
         )
@@ -369,34 +367,3 @@ class Pipeline:
             raise UsageError("the process has forked since the pipeline was built; build one in the child instead.")
         if threading.get_ident() != self._thread:
             raise UsageError("the pipeline was built in another thread; use it in that thread only.")
-
-
-def _check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport: Transport) -> None:
-    if transport.num_ranks != graph.num_ranks:
-        raise UsageError(
-            f"the graph is for {graph.num_ranks} ranks, the transport joins {transport.num_ranks}; "
-            "the numbers must be equal."
-        )
-    expected = graph.stages_of(transport.rank)
-    if tuple(sorted(stages)) != expected:
-        raise UsageError(
-            f"rank {transport.rank} owns stages {list(expected)} of the graph, but was given {sorted(stages)}."
-        )
-
-
-def _checked(schedule: str | Schedule, graph: StageGraph, count: int, max_in_flight: int | None) -> Schedule:
-    """The schedule for ``count`` microbatches, held to the laws."""
-    built = schedule if isinstance(schedule, Schedule) else build(schedule, graph, count)
-    if built.is_lowered:
-        raise UsageError(
-            f"schedule {built.name!r} is lowered; the engine does that itself, for what the caller does: "
-            "pass the schedule as it was before."
-        )
-    if built.graph != graph:
-        raise UsageError(f"schedule {built.name!r} was made for another graph than the pipeline's.")
-    if built.num_microbatches != count:
-        raise UsageError(f"schedule {built.name!r} is for {built.num_microbatches} microbatches, not for {count}.")
-    if max_in_flight is not None:
-        built = limit(built, max_in_flight)
-    check(built)
-    return built

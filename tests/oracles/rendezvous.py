@@ -1,6 +1,6 @@
 """Independent truth about batches: a machine that performs one batch of all ranks under the strictest rendezvous.
 
-It knows only chains, and its rules are its own: a receive is taken when it is posted and sent; a send has left when
+Its rules are its own: a receive is taken when it is posted and sent; a send has left when
 its receiver has taken it, for a second part is received only then.  A batch must end on its own: nothing in it may
 wait for a batch that comes later.
 """
@@ -30,7 +30,7 @@ Message = tuple[Value, int, int]
 
 
 class Rendezvous:
-    """All ranks of a chain, batch after batch.
+    """All ranks of a graph, batch after batch.
 
     Attributes:
         performed: for each rank the computing actions in order.
@@ -82,13 +82,14 @@ class Rendezvous:
         here, last = self._done[rank], self.graph.last_stage
         match action:
             case Forward(stage, m):
-                return stage == 0 or f"x[{stage - 1},{m}]" in here
+                return all(f"x[{before},{m}]" in here for before, after in self.graph.edges if after == stage)
             case BackwardWeight(stage, m):
                 return f"dx[{stage},{m}]" in here
             case Backward(stage, m) | BackwardInput(stage, m) if stage == last:
                 return f"x[{stage},{m}]" in here and m in self.given
             case Backward(stage, m) | BackwardInput(stage, m):
-                return f"x[{stage},{m}]" in here and f"dx[{stage + 1},{m}]" in here
+                grads = [f"dx[{after},{m}]" for before, after in self.graph.edges if before == stage]
+                return f"x[{stage},{m}]" in here and all(grad in here for grad in grads)
             case Publish(m):
                 return f"x[{last},{m}]" in here
             case Yield(m):
@@ -96,7 +97,8 @@ class Rendezvous:
             case Send(value, _):
                 return str(value) in here
             case PostRecv(InputGrad(stage, m), _):
-                return f"x[{stage - 1},{m}]" in here
+                takers = [before for before, after in self.graph.edges if after == stage]
+                return all(f"x[{each},{m}]" in here for each in takers if self.graph.rank_of[each] == rank)
             case PostRecv():
                 return True
             case WaitRecv(value, source):
