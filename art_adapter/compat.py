@@ -6,6 +6,7 @@ No version of ART is asked for: ``check_shape`` looks at the few names and signa
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import os
 import sys
@@ -200,6 +201,44 @@ def slot_parameters_by_name(trainer: Any) -> list[tuple[str, torch.nn.Parameter]
         for ref in getattr(module, "_slot_keys", ())
         for half, parameter in zip(("lora_A", "lora_B"), module.lora_slot_params(ref), strict=True)
     ]
+
+
+@contextlib.contextmanager
+def publishing_with(save: Callable[..., None]) -> Iterator[None]:
+    """Meanwhile ART publishes a slot through ``save``, which takes the keywords of its own publisher."""
+    publisher = _publisher()
+    own = publisher.save_vllm_lora_from_model
+    publisher.save_vllm_lora_from_model = save
+    try:
+        yield
+    finally:
+        publisher.save_vllm_lora_from_model = own
+
+
+def entries_to_publish(model: Any, adapter_model: Any, handler: Any, slot_ref: Any) -> list[tuple[Any, Any]]:
+    """Tensors and metadata of what this rank holds of a slot: of plain layers, and of packed experts."""
+    packed = tuple(handler.expert_packed_lora_groups())
+    options = {"owner_rank": dist.get_rank(), "packed_expert_groups": packed, "slot_ref": slot_ref}
+    collect = (_publisher().collect_local_lora_entries, _publisher().collect_local_packed_expert_entries)
+    return [each(model, adapter_model, **options) for each in collect]
+
+
+def write_published(regular: Any, experts: Any, handler: Any, adapter_config: Any, output_dir: str) -> None:
+    """Merge and write, on rank 0, what all ranks hold: pairs of metadata, and tensors by owner and key."""
+    if dist.get_rank() == 0:
+        _publisher()._save_rank0_vllm_lora(
+            metadata=regular[0],
+            tensors_by_owner_key=regular[1],
+            packed_expert_metadata=experts[0],
+            packed_expert_tensors_by_owner_key=experts[1],
+            handler=handler,
+            adapter_config=adapter_config,
+            output_dir=output_dir,
+        )
+
+
+def _publisher() -> Any:
+    return importlib.import_module("art.megatron.weights.lora_publish")
 
 
 def preprocess(model: Any, tokens: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor | None, Any]:

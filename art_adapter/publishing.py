@@ -6,14 +6,10 @@ here each rank says itself what it has, and ART's own code merges and writes it.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-from collections.abc import Iterator
 from typing import Any
 
 from .agreement import gather, together
-
-PUBLISHER = "art.megatron.weights.lora_publish"
+from .compat import entries_to_publish, publishing_with, write_published
 
 
 class PipelinedPublishing:
@@ -23,58 +19,25 @@ class PipelinedPublishing:
 
     def save_checkpoint_slot_lora(self, name: str, output_dir: str) -> None:
         """As the trainer's own: one file for the whole model, written by rank 0; collective over the world."""
-        if self.stages is not None:
-            self.stages.pipeline.flush()
-        with _told_by_every_rank() if self.stages is not None else contextlib.nullcontext():
-            super().save_checkpoint_slot_lora(name, output_dir)  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _told_by_every_rank() -> Iterator[None]:
-    publisher = importlib.import_module(PUBLISHER)
-    own = publisher.save_vllm_lora_from_model
-    publisher.save_vllm_lora_from_model = _save
-    try:
-        yield
-    finally:
-        publisher.save_vllm_lora_from_model = own
+        save = super().save_checkpoint_slot_lora  # type: ignore[misc]
+        if self.stages is None:
+            save(name, output_dir)
+            return
+        self.stages.pipeline.flush()
+        with publishing_with(_save):
+            save(name, output_dir)
 
 
 def _save(
-    *,
-    model: Any,
-    adapter_model: Any,
-    handler: Any,
-    adapter_config: Any,
-    output_dir: str,
-    rank: int,
-    slot_ref: Any,
-    **_: Any,
+    *, model: Any, adapter_model: Any, handler: Any, adapter_config: Any, output_dir: str, slot_ref: Any, **_: Any
 ) -> None:
-    publisher = importlib.import_module(PUBLISHER)
-    packed = tuple(handler.expert_packed_lora_groups())
-    options = {"owner_rank": rank, "packed_expert_groups": packed, "slot_ref": slot_ref}
-    regular = _everywhere(publisher.collect_local_lora_entries(model, adapter_model, **options))
-    experts = _everywhere(publisher.collect_local_packed_expert_entries(model, adapter_model, **options))
-
-    def write() -> None:
-        if rank == 0:
-            publisher._save_rank0_vllm_lora(
-                metadata=regular[0],
-                tensors_by_owner_key=regular[1],
-                packed_expert_metadata=experts[0],
-                packed_expert_tensors_by_owner_key=experts[1],
-                handler=handler,
-                adapter_config=adapter_config,
-                output_dir=output_dir,
-            )
-
-    together("publishing", write)
+    own = entries_to_publish(model, adapter_model, handler, slot_ref)
+    regular, experts = (_everywhere(tensors, metadata) for tensors, metadata in own)
+    together("publishing", lambda: write_published(regular, experts, handler, adapter_config, output_dir))
 
 
-def _everywhere(local: tuple[dict[str, Any], list[Any]]) -> tuple[list[Any], dict[tuple[int, str], Any]]:
+def _everywhere(tensors: dict[str, Any], metadata: list[Any]) -> tuple[list[Any], dict[tuple[int, str], Any]]:
     """What all ranks have, and their tensors on the CPU by owner and key."""
-    tensors, metadata = local
     told = gather((metadata, {key: tensor.detach().cpu() for key, tensor in tensors.items()}))
     found = {(each.owner_rank, each.key): held[each.key] for described, held in told for each in described}
     return [each for described, _ in told for each in described], found

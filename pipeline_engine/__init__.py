@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline_engine.plan.graph import StageGraph as StageGraph
     from pipeline_engine.plan.limit import limit as limit
     from pipeline_engine.plan.order import plan_order as plan_order
+    from pipeline_engine.plan.partition import split as split
     from pipeline_engine.plan.render.perfetto import as_perfetto as as_perfetto
     from pipeline_engine.plan.render.svg import as_svg as as_svg
     from pipeline_engine.plan.render.text import as_text as as_text
@@ -67,6 +68,7 @@ _HOMES = {
     "as_text": "plan.render.text",
     "Report": "plan.report",
     "report": "plan.report",
+    "split": "plan.partition",
     "Schedule": "plan.schedule",
     "build": "plan.schedules",
     "SCHEDULES": "plan.schedules",

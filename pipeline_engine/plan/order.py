@@ -29,7 +29,12 @@ TRIALS = 7
 
 
 def plan_order(
-    schedule: Schedule, costs: Costs, *, memory_budget: float = math.inf, activation_bytes: PerStage = 1.0
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    memory_budget: float = math.inf,
+    activation_bytes: PerStage = 1.0,
+    effort: int = 1,
 ) -> Order:
     """Find a good order of uneven microbatches for one schedule.
 
@@ -39,6 +44,7 @@ def plan_order(
         memory_budget: bytes that a rank may hold.
         activation_bytes: what a stage keeps of a microbatch of weight 1 until its backward is done; a number, or one
             for each stage.
+        effort: how many times as long the search may take; worth it if memory is short.
 
     Returns:
         For each place in the schedule the microbatch that stands there.  If no order fits the budget that the search
@@ -49,7 +55,7 @@ def plan_order(
     """
     weights = weights_of(costs, schedule.num_microbatches)
     outline = Outline.of(schedule, costs, activation_bytes)
-    return search(outline, weights, memory_budget)[1]
+    return search(outline, weights, memory_budget, effort)[1]
 
 
 def weights_of(costs: Costs, num_microbatches: int) -> tuple[float, ...]:
@@ -79,13 +85,13 @@ def best_start(outline: Outline, weights: Sequence[float], memory_budget: float)
     return min((_judged(outline, [weights[m] for m in order], memory_budget), order) for order in dict.fromkeys(simple))
 
 
-def search(outline: Outline, weights: Sequence[float], memory_budget: float) -> tuple[Judged, Order]:
+def search(outline: Outline, weights: Sequence[float], memory_budget: float, effort: int = 1) -> tuple[Judged, Order]:
     """Improve the best simple order step by step."""
     best, order = best_start(outline, weights, memory_budget)
     if len(set(weights)) < 2:
         return best, order
     draws = _draws()
-    for _ in range(TRIALS * len(weights)):
+    for _ in range(effort * TRIALS * len(weights)):
         candidate = _changed(order, draws)
         placed = [weights[m] for m in candidate]
         if best[0] > 0:
@@ -153,13 +159,17 @@ def _judged(outline: Outline, placed: Sequence[float], memory_budget: float) -> 
 
 
 def _changed(order: Order, draws: Iterator[int]) -> Order:
-    """Swap two microbatches, or move one."""
+    """Swap two microbatches, move one, or turn a stretch round."""
     changed = list(order)
     here, there = next(draws) % len(order), next(draws) % len(order)
-    if next(draws) % 2:
-        changed[here], changed[there] = changed[there], changed[here]
-    else:
-        changed.insert(there, changed.pop(here))
+    match next(draws) % 3:
+        case 0:
+            changed[here], changed[there] = changed[there], changed[here]
+        case 1:
+            changed.insert(there, changed.pop(here))
+        case _:
+            stretch = slice(min(here, there), max(here, there) + 1)
+            changed[stretch] = reversed(changed[stretch])
     return tuple(changed)
 
 

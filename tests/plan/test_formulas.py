@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
@@ -40,6 +40,7 @@ def stages_each(name: str, wanted: int) -> int:
 
 
 @pytest.mark.parametrize("name", pe.SCHEDULES)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(2, 3), st.integers(1, 4))
 def test_with_equal_costs_the_bubble_is_what_the_page_promises(name: str, p: int, wanted: int, rounds: int) -> None:
     v, m = stages_each(name, wanted), 2 * p * rounds
@@ -48,6 +49,7 @@ def test_with_equal_costs_the_bubble_is_what_the_page_promises(name: str, p: int
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
+@settings(max_examples=30)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 9), st.integers(0, 9))
 def test_with_other_costs_too_where_the_page_says_so(name: str, p: int, rounds: int, f: int, b: int) -> None:
     v, m = stages_each(name, 2), p * rounds
@@ -56,6 +58,7 @@ def test_with_other_costs_too_where_the_page_says_so(name: str, p: int, rounds: 
 
 
 @pytest.mark.parametrize("name", pe.SCHEDULES)
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(2, 3), st.integers(1, 3))
 def test_no_rank_holds_more_than_the_page_says(name: str, p: int, wanted: int, rounds: int) -> None:
     v, m = stages_each(name, wanted), p * rounds
@@ -66,6 +69,7 @@ def test_no_rank_holds_more_than_the_page_says(name: str, p: int, wanted: int, r
         assert max(timeline.peak_in_flight) == max(promised)
 
 
+@settings(max_examples=30)
 @given(schedules(min_microbatches=1), st.data())
 def test_no_rank_is_done_before_its_work_can_be(schedule: pe.Schedule, data: st.DataObject) -> None:
     """The bound: the earliest moment at which anything can reach a rank, and then all of its own work."""
@@ -81,6 +85,7 @@ def test_no_rank_is_done_before_its_work_can_be(schedule: pe.Schedule, data: st.
         assert makespan >= (arrival + sum(costs.of(action) for action in program)) * (1 - 1e-9)
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(1, 40))
 def test_interleaved_loses_little_when_microbatches_do_not_fill_its_rounds(p: int, v: int, m: int) -> None:
     graph = chain_for("interleaved", p, v)

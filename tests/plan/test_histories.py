@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
@@ -61,6 +61,7 @@ def on_any_graph(draw: st.DrawFn) -> pe.Schedule:
     return pe.build(name, draw(graphs(rank_of=rank_of)), draw(st.integers(0, 7)))
 
 
+@settings(max_examples=40)
 @given(cases(on_any_graph()))
 def test_on_any_graph_each_batch_ends_before_the_next_event_and_nothing_given_is_lost(
     case: tuple[pe.Schedule, tuple[Event, ...]],
@@ -80,6 +81,7 @@ def test_on_any_graph_each_batch_ends_before_the_next_event_and_nothing_given_is
         assert done == wanted
 
 
+@settings(max_examples=40)
 @given(cases(st.one_of(schedules(max_ranks=4), on_any_graph())), st.booleans())
 def test_a_rank_that_asks_for_its_own_part_gets_what_it_would_get_among_all(
     case: tuple[pe.Schedule, tuple[Event, ...]], forward_only: bool
@@ -94,6 +96,7 @@ def test_a_rank_that_asks_for_its_own_part_gets_what_it_would_get_among_all(
         assert not any(part for batch in alone for other, part in enumerate(batch) if other != rank)
 
 
+@settings(max_examples=40)
 @given(schedules(max_ranks=4))
 def test_the_closed_loop_is_the_same_for_a_rank_alone(schedule: pe.Schedule) -> None:
     among_all = Replica(schedule, hand_out=False).run_closed()
@@ -101,6 +104,7 @@ def test_the_closed_loop_is_the_same_for_a_rank_alone(schedule: pe.Schedule) -> 
         assert Replica(schedule, hand_out=False, rank=rank).run_closed()[rank] == part
 
 
+@settings(max_examples=40)
 @given(on_any_graph())
 def test_the_closed_loop_ends_on_any_graph(schedule: pe.Schedule) -> None:
     machine = Rendezvous(schedule.graph)
@@ -111,6 +115,7 @@ def test_the_closed_loop_ends_on_any_graph(schedule: pe.Schedule) -> None:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "dualpipe-v"])
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
 def test_late_weight_parts_of_what_was_given_are_finished_when_the_caller_leaves(
     name: str, ranks: int, m: int, data: st.DataObject
@@ -143,13 +148,14 @@ def traffic(batches: list[Batch], verb: type[Action]) -> dict[tuple[int, int], l
 
 
 def check_traffic(batches: list[Batch]) -> None:
-    """Each batch posts what is sent in it, each ordered pair of ranks in one order, and all is waited for in the end."""
+    """Each batch posts what is sent in it, on each ordered pair of ranks in one order; all is waited for in the end."""
     for batch in batches:
         assert traffic([batch], Send) == traffic([batch], PostRecv)
     counts = Counter(type(action) for batch in batches for part in batch for action in part)
     assert counts[Send] == counts[WaitSend] == counts[PostRecv] == counts[WaitRecv]
 
 
+@settings(max_examples=40)
 @given(schedules(max_ranks=4, min_microbatches=1), st.data())
 def test_what_ran_ahead_of_a_change_of_state_runs_again(schedule: pe.Schedule, data: st.DataObject) -> None:
     m = schedule.num_microbatches
@@ -167,6 +173,7 @@ def test_what_ran_ahead_of_a_change_of_state_runs_again(schedule: pe.Schedule, d
         assert set(program) <= {a for batch in (*before, *after) for a in batch[rank]}
 
 
+@settings(max_examples=40)
 @given(schedules(max_ranks=4, min_microbatches=1), st.data())
 def test_a_retained_graph_gives_its_backwards_again(schedule: pe.Schedule, data: st.DataObject) -> None:
     m = schedule.num_microbatches

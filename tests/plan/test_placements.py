@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
@@ -18,12 +18,14 @@ def test_gpipe_runs_on_every_graph(graph: pe.StageGraph, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", pe.SCHEDULES)
+@settings(max_examples=40)
 @given(st.data(), st.integers(1, 4), st.integers(0, 9))
 def test_every_schedule_runs_on_any_graph_placed_as_it_wants(name: str, data: st.DataObject, p: int, m: int) -> None:
     graph = data.draw(graphs(rank_of=chain_for(name, p).rank_of))
     pe.check(pe.build(name, graph, m))
 
 
+@settings(max_examples=40)
 @given(st.permutations(range(5)), st.integers(0, 9))
 def test_one_stage_each_is_enough_for_1f1b_whatever_the_order_of_ranks(rank_of: list[int], m: int) -> None:
     graph = pe.StageGraph([(stage, stage + 1) for stage in range(4)], rank_of)
