@@ -113,3 +113,11 @@ def _refuse(name: str, error: type[UnsupportedTopologyError]) -> None:
     row = SUPPORT[name]
     if not row.supported:
         raise error(f"{row.combination} is not supported: {row.reason}; {row.cure}.")
+
+
+def table() -> str:
+    """``SUPPORT`` in Markdown, as the README shows it."""
+    lines = ["| combination | runs | what is known of it | instead |", "|---|---|---|---|"]
+    for row in SUPPORT.values():
+        lines.append(f"| {row.combination} | {'yes' if row.supported else 'no'} | {row.reason} | {row.cure} |")
+    return "\n".join(lines)

@@ -84,19 +84,19 @@ class PipelinedForward:
             deadline=deadline,
         )
 
-    def forward_micro_batches(self, inputs: Iterable[Any]) -> Iterator[Any]:
+    def forward_micro_batches(self, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:
         """As the trainer's own; windows run ahead of the caller, see Note [re-planned after a change]."""
         if self.stages is None:
-            own: Iterator[Any] = super().forward_micro_batches(inputs)  # type: ignore[misc]
+            own: Iterator[Any] = super().forward_micro_batches(inputs, **options)  # type: ignore[misc]
             return own
-        return self._windows(inputs)
+        return self._windows(inputs, **options)
 
-    def dp_rank_forward(self, inputs: Any) -> Any:
+    def dp_rank_forward(self, inputs: Any, **options: Any) -> Any:
         """As the trainer's own."""
         run = super().dp_rank_forward  # type: ignore[misc]
         if self.stages is None:
-            return run(inputs)
-        nested, groups = self._planned(lambda: run(inputs))
+            return run(inputs, **options)
+        nested, groups = self._planned(lambda: run(inputs, **options))
         return self._filled(nested, groups, self.stages.forward(groups))
 
     def close(self) -> None:
@@ -104,10 +104,10 @@ class PipelinedForward:
         if self.stages is not None:
             self.stages.pipeline.close()
 
-    def _windows(self, inputs: Iterable[Any]) -> Iterator[Any]:
+    def _windows(self, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:
         items, start = [materialized(item) for item in inputs], 0
         while True:
-            with closing(self._unchanged_windows(items[start:])) as windows:
+            with closing(self._unchanged_windows(items[start:], **options)) as windows:
                 for window in windows:
                     before = (self._changes, selection(self))
                     yield shifted(window, start)
@@ -117,9 +117,9 @@ class PipelinedForward:
                 else:
                     return
 
-    def _unchanged_windows(self, items: Sequence[Any]) -> Generator[Any, None, None]:
+    def _unchanged_windows(self, items: Sequence[Any], **options: Any) -> Generator[Any, None, None]:
         """Plan every window, then hand out each with its outputs as they come through the pipeline."""
-        planning = super().forward_micro_batches(items)  # type: ignore[misc]
+        planning = super().forward_micro_batches(items, **options)  # type: ignore[misc]
         planned: list[tuple[Any, list[Group]]] = []
         while (found := self._planned(lambda: next(planning, None)))[0] is not None:
             planned.append(found)

@@ -25,21 +25,28 @@ def nap(seconds: float) -> None:
 
 class _Nap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
-        ctx.backward_seconds = backward_seconds
-        nap(forward_seconds)
-        return hidden * 1.0
+    def forward(ctx: Any, hidden: Tensor, stage: Sleeping) -> Tensor:
+        ctx.stage = stage
+        start = time.perf_counter()
+        nap(stage.forward_seconds)
+        napped = hidden * 1.0
+        stage.forwards.append(time.perf_counter() - start)
+        return napped
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        nap(ctx.backward_seconds)
-        return grad * 1.0, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        start = time.perf_counter()
+        nap(ctx.stage.backward_seconds)
+        napped = grad * 1.0
+        ctx.stage.backwards.append(time.perf_counter() - start)
+        return napped, None
 
 
 class Sleeping(nn.Module):
     """Adds a trained bias and naps; with zero seconds, the default, it is the empty stage.
 
-    hidden: ``[rows, width]``, float32. Its backward naps also when ``hidden`` needs no gradient.
+    hidden: ``[rows, width]``, float32. Its backward naps also when ``hidden`` needs no gradient. What each forward and
+    backward took, in seconds, is in ``forwards`` and ``backwards``, in order.
     """
 
     def __init__(self, width: int) -> None:
@@ -47,7 +54,9 @@ class Sleeping(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
         self.forward_seconds = 0.0
         self.backward_seconds = 0.0
+        self.forwards: list[float] = []
+        self.backwards: list[float] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shifted: Tensor = _Nap.apply(hidden + self.bias, self.forward_seconds, self.backward_seconds)
+        shifted: Tensor = _Nap.apply(hidden + self.bias, self)
         return shifted

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "looped-bfs": ScheduleLoopedBFS,
+}
 
 
 def torch_step(
-    stage: nn.Module, *, rank: int, ranks: int, schedule: str, inputs: list[Tensor], loss: Callable[[Tensor], Tensor]
+    stages: Mapping[int, nn.Module],
+    *,
+    num_stages: int,
+    schedule: str,
+    inputs: list[Tensor],
+    loss: Callable[[Tensor], Tensor],
 ) -> Callable[[], None]:
     """Return a function that runs one step over all ``inputs``; every rank calls it.
 
     torch cuts microbatches out of one batch along the first axis, so all of ``inputs`` have one shape. Its first call
     exchanges shapes. What would only cost torch time is off: scaling of gradients and merging of outputs.
 
+    Args:
+        stages: this rank's, by number.
+        num_stages: of all ranks.
+        schedule: one of ``SCHEDULES``.
+        inputs: one for each microbatch.
+        loss: of the last stage's output for a microbatch.
+
     Raises:
         KeyError: torch has no such schedule here.
     """
+    wrapped = [PipelineStage(stage, number, num_stages, torch.device("cpu")) for number, stage in stages.items()]
     runner = SCHEDULES[schedule](
-        PipelineStage(stage, rank, ranks, torch.device("cpu")),
+        wrapped[0] if len(wrapped) == 1 else wrapped,
         n_microbatches=len(inputs),
         loss_fn=lambda outputs, _: loss(outputs),
         scale_grads=False,
     )
     batch = torch.cat(inputs)
-    first = (batch,) if rank == 0 else ()
-    last: dict[str, Any] = {"target": torch.zeros(len(batch)), "losses": []} if rank == ranks - 1 else {}
+    first = (batch,) if 0 in stages else ()
+    last: dict[str, Any] = {"target": torch.zeros(len(batch)), "losses": []} if num_stages - 1 in stages else {}
 
     def step() -> None:
         runner.step(*first, **last, return_outputs=False)

@@ -15,7 +15,7 @@ from collections import deque
 from attrs import evolve
 
 from pipeline_engine.errors import ScheduleError
-from pipeline_engine.plan.actions import Backward, BackwardWeight, Forward, Program
+from pipeline_engine.plan.actions import Action, Backward, BackwardWeight, Forward, Program
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import peak_in_flight
 
@@ -57,7 +57,7 @@ def _num_forwards(program: Program) -> int:
 def _merged(program: Program, allowed: int) -> Program:
     forwards = deque(action for action in program if isinstance(action, Forward))
     others = deque(action for action in program if not isinstance(action, Forward))
-    merged: list[object] = []
+    merged: list[Action] = []
     held = 0
     while forwards or others:
         if forwards and (held < allowed or not others):
@@ -66,4 +66,4 @@ def _merged(program: Program, allowed: int) -> Program:
         else:
             merged.append(others.popleft())
             held -= isinstance(merged[-1], (Backward, BackwardWeight))
-    return tuple(merged)  # type: ignore[arg-type]
+    return tuple(merged)

@@ -69,8 +69,8 @@ class _Arrivals:
     """Messages between all ranks, and who waits for one.
 
     Attributes:
-        times: seconds at which a message has arrived and for how many of these it travelled, and the sender's span
-            after which it was sent; once it is both sent and posted.
+        times: seconds at which a message has arrived and for how many of these it travelled, and the span that it
+            hung on; once it is both sent and posted.
         waiting: the ranks that wait for a message.
     """
 
@@ -78,32 +78,31 @@ class _Arrivals:
     times: dict[_Message, tuple[float, float, Place]] = field(factory=dict)
     waiting: dict[_Message, list[int]] = field(factory=dict)
     _sent: dict[_Message, tuple[float, Place]] = field(factory=dict)
-    _posted: dict[_Message, float] = field(factory=dict)
+    _posted: dict[_Message, tuple[float, Place]] = field(factory=dict)
     _travel: dict[tuple[object, ...], tuple[float, float]] = field(factory=dict)
 
-    def send(self, message: _Message, now: float, after: Place) -> list[int]:
-        """A message is sent; returns the ranks that can go on."""
+    def send(self, message: _Message, now: float, because: Place) -> list[int]:
+        """A message is sent at a time that hangs on a span; returns the ranks that can go on."""
         if message not in self._posted:
-            self._sent[message] = (now, after)
+            self._sent[message] = (now, because)
             return []
-        return self._arrive(message, max(now, self._posted.pop(message)), after)
+        return self._arrive(message, *max((now, because), self._posted.pop(message)))
 
-    def post(self, message: _Message, now: float) -> list[int]:
-        """A message's receive is posted; returns the ranks that can go on."""
+    def post(self, message: _Message, now: float, because: Place) -> list[int]:
+        """A message's receive is posted at a time that hangs on a span; returns the ranks that can go on."""
         if message not in self._sent:
-            self._posted[message] = now
+            self._posted[message] = (now, because)
             return []
-        sent, after = self._sent.pop(message)
-        return self._arrive(message, max(now, sent), after)
+        return self._arrive(message, *max((now, because), self._sent.pop(message)))
 
-    def _arrive(self, message: _Message, leaves: float, after: Place) -> list[int]:
+    def _arrive(self, message: _Message, leaves: float, because: Place) -> list[int]:
         value, source, target = message
         key = (type(value), getattr(value, "stage", 0), source, target)
         if key not in self._travel:
             self._travel[key] = self.costs.travel(channel_of(value, source, target))
         latency, per_weight = self._travel[key]
         seconds = latency + per_weight * self.costs.weight(value.microbatch) if per_weight else latency
-        self.times[message] = (leaves + seconds, seconds, after)
+        self.times[message] = (leaves + seconds, seconds, because)
         return self.waiting.pop(message, [])
 
 
@@ -113,13 +112,15 @@ class _Clock:
 
     Attributes:
         now: seconds.
-        waited_for: by number of a span, the span of another rank that it had to wait for.
+        because: the span on which ``now`` hangs.
+        waited_for: by number of a span, the span that it had to wait for, if that is not the one before it.
     """
 
     rank: int
     program: Program
     costs: Costs
     arrivals: _Arrivals
+    because: Place = field(init=False)
     now: float = 0.0
     step: int = 0
     idle: Idle = field(factory=Idle)
@@ -131,6 +132,7 @@ class _Clock:
     _last_forward: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self.because = (self.rank, -1)
         self._verbs = {
             **dict.fromkeys((*COMPUTE, Yield), self._spend),
             Publish: lambda _: True,
@@ -153,18 +155,21 @@ class _Clock:
             self.step += 1
 
     def _spend(self, action: Action) -> bool:
-        start = self.now
+        start, place = self.now, len(self.spans)
+        if self.because != (self.rank, place - 1):
+            self.waited_for[place] = self.because
+        self.because = (self.rank, place)
         self.now = start + self.costs.of(action)
         self.spans.append(Span(action, start, self.now))
         return True
 
     def _send(self, action: Send) -> bool:
         message = (action.value, self.rank, action.to_rank)
-        self.woken += self.arrivals.send(message, self.now, (self.rank, len(self.spans) - 1))
+        self.woken += self.arrivals.send(message, self.now, self.because)
         return True
 
     def _post(self, action: PostRecv) -> bool:
-        self.woken += self.arrivals.post((action.value, action.from_rank, self.rank), self.now)
+        self.woken += self.arrivals.post((action.value, action.from_rank, self.rank), self.now, self.because)
         return True
 
     def _wait(self, message: _Message) -> bool:
@@ -172,12 +177,10 @@ class _Clock:
         if known is None:
             self.arrivals.waiting.setdefault(message, []).append(self.rank)
             return False
-        arrival, travelled, after = known
+        arrival, travelled, because = known
         if arrival > self.now:
             self.idle = self._blamed(arrival - self.now, travelled)
-            self.now = arrival
-            if after[0] != self.rank:
-                self.waited_for[len(self.spans)] = after
+            self.now, self.because = arrival, because
         return True
 
     def _blamed(self, seconds: float, travelled: float) -> Idle:

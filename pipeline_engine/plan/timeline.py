@@ -56,7 +56,7 @@ class Timeline:
         peak_in_flight: for each rank the largest number of activations (of one stage and microbatch) held at once,
             from their forward to the end of their whole backward.
         idle: for each rank its idle seconds by cause; empty if the causes are not known.
-        waited_for: for each span of each rank the span of another rank that it had to wait for, if it had to.
+        waited_for: for each rank, by number of its spans, the span that one hangs on if that is not the one before it.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -78,8 +78,8 @@ class Timeline:
     def critical_path(self) -> list[tuple[int, Span]]:
         """Rank and span of the actions on which the makespan hangs, from the first to the last.
 
-        Each starts as soon as the one before it has ended, or its message has arrived; any of them that took longer
-        would make the whole longer.  Empty if nothing was computed.
+        Each starts when the one before it has ended, or when messages that hang on that have come; any of them that
+        took longer would make the whole longer.  Empty if nothing was computed.
         """
         ends = [(spans[-1].end, rank) for rank, spans in enumerate(self.spans) if spans]
         if not ends:

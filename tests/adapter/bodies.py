@@ -96,6 +96,23 @@ def some_inputs_without_gradients(play: Play) -> None:
     play.note_gradients()
 
 
+@body
+def what_inputs_leave_open_is_decided_by_the_call(play: Play) -> None:
+    """``checkpoint`` and ``no_grad`` per call, where the host has them."""
+    if "no_grad" not in getattr(play.host.records.ForwardInput, "__dataclass_fields__", ()):
+        return
+    requests = [play.request(0), play.request(1, checkpoint="A", no_grad=True), play.request(2, no_grad=False)]
+    outputs = play.trainer.dp_rank_forward(requests, checkpoint="B")
+    play.note_outputs("forward", outputs)
+    play.loss(outputs).backward()
+    for window in play.trainer.forward_micro_batches(requests, checkpoint="B", no_grad=True):
+        play.note_outputs(f"window {window.indices}", window.outputs)
+        if any(output.target_logprobs.requires_grad for output in window.outputs):
+            play.loss(window.outputs).backward()
+        play.trainer.set_checkpoint(None)  # planned again, with what the call decided
+    play.note_gradients()
+
+
 # ---- windows
 
 

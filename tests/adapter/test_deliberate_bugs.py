@@ -122,8 +122,8 @@ def what_ran_ahead_survives_a_change_of_slot() -> Iterator[None]:
 def what_ran_ahead_survives_an_optimizer_step() -> Iterator[None]:
     own = trainer.PipelinedForward._windows
 
-    def unaware(self: Any, inputs: Any) -> Iterator[Any]:
-        for window in own(self, inputs):
+    def unaware(self: Any, inputs: Any, **options: Any) -> Iterator[Any]:
+        for window in own(self, inputs, **options):
             before = self._changes
             yield window
             self._changes = before

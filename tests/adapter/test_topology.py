@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from art_adapter import SUPPORT, UnsupportedTopologyError
 from art_adapter.canary import Plan, check_plan
-from art_adapter.topology import Topology, check_supported
+from art_adapter.topology import Topology, check_supported, table
 
 REFUSED = {
     "pp+tp": Topology(2, 2, 1, 1, 1),
@@ -49,3 +51,9 @@ def test_on_one_stage_nothing_is_refused() -> None:
 def test_a_canary_that_cannot_run_is_refused_before_it_starts(plan: Plan, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         check_plan(plan)
+
+
+def test_the_readme_shows_the_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = readme.partition("topology.table() -->\n")[2].partition("\n<!-- end of the support table")[0]
+    assert shown == table()

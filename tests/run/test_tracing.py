@@ -204,6 +204,23 @@ def test_a_planned_order_needs_a_sequence_and_a_known_word() -> None:
         run_ranks_in_threads(lambda transport: on_rank(transport, "best"), 1)
 
 
+def test_a_pipeline_holds_as_many_as_it_is_told() -> None:
+    graph = pe.StageGraph.chain(2, 2)
+
+    def on_rank(transport: Transport) -> pe.Trace:
+        tracer, stages = pe.Tracer(), {transport.rank: sleeping(0, 0)}
+        with pe.Pipeline(
+            stages, graph=graph, schedule="1f1b", transport=transport, max_in_flight=4, tracer=tracer
+        ) as pipeline:
+            for item in pipeline.stream(batch([1] * 6)):
+                item.outputs.sum().backward()
+            pipeline.flush()
+            return tracer.gather(transport)
+
+    trace, _ = run_ranks_in_threads(on_rank, 2)
+    assert trace.timeline.peak_in_flight == (4, 2)
+
+
 def test_an_error_names_the_callers_number() -> None:
     def on_rank(transport: Transport) -> None:
         graph = pe.StageGraph.chain(2, 2)

@@ -7,6 +7,7 @@ rank 1 | .. F0 B0 -- F1 B1 --
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 
 from pipeline_engine.plan.render.scene import Block, Drawable, Scene, scene_of
 
@@ -17,7 +18,8 @@ _MOST_COLUMNS = 400
 def as_text(thing: Drawable, order: Sequence[int] = ()) -> str:
     """Draw as text: two dots for idle time, two dashes for an action that goes on.
 
-    A stage's number stands in front of the letter if its rank has several.
+    A stage's number stands in front of the letter if its rank has several.  A column is as wide as a typical forward;
+    shorter actions take a whole one too, except for the caller's code, which is left out then.
 
     Args:
         thing: a schedule, a timeline or a trace.
@@ -37,9 +39,9 @@ def as_text(thing: Drawable, order: Sequence[int] = ()) -> str:
 
 
 def _unit(scene: Scene) -> float:
-    """The shortest action is one column wide, unless that makes too many columns."""
-    shortest = min((block.end - block.start for blocks in scene.blocks for block in blocks), default=1.0)
-    return max(shortest, scene.makespan / _MOST_COLUMNS) or 1.0
+    """A typical forward is one column wide, unless that makes too many columns."""
+    forwards = [block.end - block.start for blocks in scene.blocks for block in blocks if block.kind == "forward"]
+    return max(median_low(forwards or [1.0]), scene.makespan / _MOST_COLUMNS)
 
 
 def _name(block: Block, with_stage: bool) -> str:
@@ -51,6 +53,8 @@ def _name(block: Block, with_stage: bool) -> str:
 def _cells(blocks: Sequence[Block], names: Sequence[str], unit: float) -> list[str]:
     cells: list[str] = []
     for block, name in zip(blocks, names, strict=True):
+        if block.kind == "loss" and block.end - block.start < unit / 2:
+            continue
         start, end = round(block.start / unit), round(block.end / unit)
         cells += [".."] * (start - len(cells))
         cells += [name] + ["--"] * (end - len(cells) - 1)

@@ -56,6 +56,12 @@ class TrainerRank(july.TrainerRank):
             raise TrainerRankRuntimeSupportError("TrainerRank requires PP=1 with exactly one local model chunk")
         super().__init__(runtime)
 
+    def forward_micro_batches(self, inputs: Any, *, checkpoint: Any = Unset, no_grad: bool | None = None) -> Any:
+        return super().forward_micro_batches([_with_defaults(item, checkpoint, no_grad) for item in inputs])
+
+    def dp_rank_forward(self, inputs: Any, *, checkpoint: Any = Unset, no_grad: bool | None = None) -> Any:
+        return super().dp_rank_forward(_with_defaults(inputs, checkpoint, no_grad))
+
     def _group_key(self, request: Any) -> Any:
         wanted = not request.no_grad if request.no_grad is not None else True
         return self._resolve_slot_ref(request), wanted and torch.is_grad_enabled()
@@ -86,3 +92,16 @@ class TrainerRank(july.TrainerRank):
     def _track_slot_graph_outputs(self, ref: Any, outputs: Sequence[Any]) -> list[Any]:
         tracked = super()._track_slot_graph_outputs(ref, outputs)
         return [ForwardOutput(each.target_logprobs, each.top_k, each.logits, each.hidden_states) for each in tracked]
+
+
+def _with_defaults(inputs: Any, checkpoint: Any, no_grad: bool | None) -> Any:
+    """Nested inputs; what a request leaves open, the call decides."""
+    if not isinstance(inputs, ForwardInput):
+        if isinstance(inputs, (dict, str)):
+            return inputs
+        return [_with_defaults(item, checkpoint, no_grad) for item in inputs]
+    return replace(
+        inputs,
+        checkpoint=checkpoint if inputs.checkpoint is Unset else inputs.checkpoint,
+        no_grad=no_grad if inputs.no_grad is None else inputs.no_grad,
+    )

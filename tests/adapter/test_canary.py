@@ -1,0 +1,95 @@
+"""The canary: several stages against one, in real processes; with ``ART_SRC`` over ART's own class as well."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+
+from art_adapter.__main__ import main
+from art_adapter.canary import Plan, Seen
+from art_adapter.comparison import AFTER_A_STEP_OF_ART, RELATIVE, as_data, compare
+
+from .art_on_cpu import why_not
+
+
+def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    file = tmp_path / "result.json"
+    assert main(["canary", *arguments, "--steps", "1", "--json", str(file)]) == 0
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_two_stages_of_the_reference_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ART_SRC", raising=False)
+    result = run(tmp_path)
+    assert result["host"] == "reference" and "commit" not in result
+    assert result["ok"] and all(check["difference"] == 0.0 for check in result["checks"].values())
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_uneven_stages_of_arts_own_class_train_as_one_does(tmp_path: Path) -> None:
+    result = run(tmp_path, "--pp", "3")
+    assert result["host"] == "art" and result["ok"]
+    is_checkout = any((path / ".git").exists() for path in Path(os.environ["ART_SRC"]).resolve().parents)
+    assert (result["commit"] is not None) == is_checkout
+
+
+def seen(stage: int, outputs: float, norm: float = 1.0) -> Seen:
+    step = {name: {} for name in ("dp_reduce", "head gradients", "head parameters")}
+    own = {f"weight {stage}": torch.ones(2)}
+    return Seen(
+        stage=stage,
+        dp_rank=0,
+        steps=[
+            {
+                **step,
+                "outputs": {"0": torch.tensor(outputs)},
+                "loss": {"0": torch.tensor(1.0)},
+                "model gradients": own,
+                "gradient norm": {"before clipping": torch.tensor(norm)},
+                "parameters": own,
+            }
+        ]
+        * 2,
+        seconds=1.0,
+        weights={f"weight {stage}": 2},
+        bytes_per_channel={},
+        peak_in_flight=1,
+        num_windows=1,
+    )
+
+
+def whole(outputs: float = 1.0) -> Seen:
+    one, other = seen(0, outputs), seen(1, outputs)
+    for step, more in zip(one.steps, other.steps, strict=True):
+        for name in ("model gradients", "parameters"):
+            step[name] = {**step[name], **more[name]}
+    one.weights.update(other.weights)
+    return one
+
+
+@pytest.mark.parametrize("host", ["reference", "art"])
+def test_the_first_step_is_exact_and_arts_later_ones_are_close(host: str) -> None:
+    plan = Plan(steps=2, host=host)
+    checks = compare(plan, [seen(0, 1.0), seen(1, 1.0 + 2**-20)], [whole()])
+    assert not checks["step 1: outputs"].ok
+    assert checks["step 2: outputs"].ok == (host == "art")
+    assert checks["step 1: gradient norm"].tolerance == RELATIVE
+    assert checks["step 2: loss"].tolerance == (AFTER_A_STEP_OF_ART if host == "art" else 0.0)
+
+
+def test_a_value_that_a_stage_lacks_fails_and_the_result_says_so() -> None:
+    plan = Plan(steps=2, host="reference")
+    lacking = seen(1, 1.0)
+    lacking.steps[0]["outputs"].clear()
+    checks = compare(plan, [seen(0, 1.0), lacking], [whole()])
+    result = as_data(plan, [seen(0, 1.0), lacking], 1.0, checks)
+    assert not result["ok"] and not result["checks"]["step 1: outputs"]["ok"]
