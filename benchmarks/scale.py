@@ -1,7 +1,7 @@
-"""Scale: seconds and memory for plans of many ranks and microbatches, each case in a process of its own.
+"""Scale: seconds and memory for plans of many ranks and microbatches, and what the replica costs at each event.
 
-python -m benchmarks.scale            all cases, as a table
-python -m benchmarks.scale CASE ..    these only
+``python -m benchmarks.scale`` prints a table of all cases; with names of cases, of these only.  Each case runs in a
+process of its own.  The page is scale.md.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from attrs import frozen
 
 import pipeline_engine as pe
+from pipeline_engine.plan.actions import Compute
+from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.check import check_computing
-from pipeline_engine.plan.schedules import SCHEDULES, generate
+from pipeline_engine.plan.schedules import generate
 
+T = TypeVar("T")
 _GIB = 2.0**20  # getrusage counts in KiB
 
 
@@ -30,34 +34,37 @@ class Case:
     """What is planned, and how.
 
     Attributes:
-        streams: generate and check the computing verbs rank by rank; otherwise build, lower, check and simulate.
+        part: ``"full"`` builds, lowers, checks and simulates; ``"stream"`` generates and checks the computing verbs rank
+            by rank; ``"all ranks"`` and ``"one rank"`` play a caller who gives each gradient at once on a replica.
         collects: whether Python's garbage collector runs, which finds nothing in a plan and visits all of it.
     """
 
+    part: str
     schedule: str
     ranks: int
     microbatches: int
-    streams: bool
     collects: bool = True
 
     @property
     def graph(self) -> pe.StageGraph:
         """A chain with one stage a rank, or two where the schedule wants several."""
-        placement = SCHEDULES[self.schedule].placement
+        placement = pe.SCHEDULES[self.schedule].placement
         stages = self.ranks * (1 if placement == "straight" else 2)
         return pe.StageGraph.chain(stages, self.ranks, placement)
 
 
 CASES = {
-    "full-64": Case("1f1b", 64, 256, streams=False),
-    "full-128": Case("1f1b", 128, 512, streams=False),
-    "full-256": Case("1f1b", 256, 1024, streams=False),
-    "full-256-uncollected": Case("1f1b", 256, 1024, streams=False, collects=False),
-    "stream-256": Case("1f1b", 256, 1024, streams=True),
-    "stream-512": Case("1f1b", 512, 2048, streams=True),
-    "stream-1024": Case("1f1b", 1024, 4096, streams=True),
-    "stream-1024-interleaved": Case("interleaved", 1024, 4096, streams=True),
-    "stream-1024-zb-v": Case("zb-v", 1024, 4096, streams=True),
+    "full-64": Case("full", "1f1b", 64, 256),
+    "full-128": Case("full", "1f1b", 128, 512),
+    "full-256": Case("full", "1f1b", 256, 1024),
+    "full-256-uncollected": Case("full", "1f1b", 256, 1024, collects=False),
+    "stream-256": Case("stream", "1f1b", 256, 1024),
+    "stream-512": Case("stream", "1f1b", 512, 2048),
+    "stream-1024": Case("stream", "1f1b", 1024, 4096),
+    "events-1f1b": Case("one rank", "1f1b", 8, 64),
+    "events-1f1b-all": Case("all ranks", "1f1b", 8, 64),
+    "events-interleaved": Case("one rank", "interleaved", 8, 64),
+    "events-zb-v": Case("one rank", "zb-v", 8, 64),
 }
 
 
@@ -67,7 +74,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.parts: dict[str, tuple[float, float]] = {}
 
-    def time(self, name: str, part: Callable[[], object]) -> object:
+    def time(self, name: str, part: Callable[[], T]) -> T:
         """Call ``part`` and note what it took."""
         wall, busy = time.perf_counter(), time.process_time()
         result = part()
@@ -80,53 +87,76 @@ def run(case: Case) -> dict[str, object]:
     if not case.collects:
         gc.disable()
     watch = Stopwatch()
-    count = _stream(case, watch) if case.streams else _full(case, watch)
+    count = _PARTS[case.part](case, watch)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB
-    return {"actions": count, "parts": watch.parts, "peak": peak}
-
-
-def _stream(case: Case, watch: Stopwatch) -> int:
-    counts = [0] * case.ranks
-    programs = generate(case.schedule, case.graph, case.microbatches)
-    counted = (_counted(rank, program, counts) for rank, program in enumerate(programs))
-    watch.time("generate and check", lambda: check_computing(case.schedule, case.graph, case.microbatches, counted))
-    return sum(counts)
-
-
-def _counted(rank, program, counts):  # type: ignore[no-untyped-def]
-    for action in program:
-        counts[rank] += 1
-        yield action
+    return {"count": count, "parts": watch.parts, "peak": peak}
 
 
 def _full(case: Case, watch: Stopwatch) -> int:
     schedule = watch.time("build", lambda: pe.build(case.schedule, case.graph, case.microbatches))
-    assert isinstance(schedule, pe.Schedule)
     lowered = watch.time("lower", lambda: pe.lower(schedule))
-    assert isinstance(lowered, pe.Schedule)
     watch.time("check", lambda: pe.check(lowered))
     watch.time("simulate", lambda: pe.simulate(lowered, pe.Costs()))
     return sum(map(len, lowered.programs))
 
 
+def _stream(case: Case, watch: Stopwatch) -> int:
+    counts = [0] * case.ranks
+    programs = generate(case.schedule, case.graph, case.microbatches)
+    counted = [_counted(rank, program, counts) for rank, program in enumerate(programs)]
+    watch.time("generate and check", lambda: check_computing(case.schedule, case.graph, case.microbatches, counted))
+    return sum(counts)
+
+
+def _counted(rank: int, program: Iterable[Compute], counts: list[int]) -> Iterator[Compute]:
+    for action in program:
+        counts[rank] += 1
+        yield action
+
+
+def _events(case: Case, watch: Stopwatch) -> int:
+    schedule = pe.build(case.schedule, case.graph, case.microbatches)
+    rank = None if case.part == "all ranks" else case.ranks // 2
+    _play(Replica(schedule, rank=rank))  # warm
+    watch.time("play", lambda: _play(Replica(schedule, rank=rank)))
+    return 2 * case.microbatches + 2
+
+
+def _play(replica: Replica) -> None:
+    for microbatch in range(replica.schedule.num_microbatches):
+        replica.ask(microbatch)
+        replica.give([microbatch])
+    replica.finish()
+    replica.drain()
+
+
+_PARTS: dict[str, Callable[[Case, Stopwatch], int]] = {
+    "full": _full,
+    "stream": _stream,
+    "all ranks": _events,
+    "one rank": _events,
+}
+
+
 def main(names: list[str]) -> None:
     """Run cases one after the other and print a table."""
     print(f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    print("| case | schedule | ranks x microbatches | actions | seconds (processor) | peak GiB | us per action |")
+    print("| case | schedule | ranks x microbatches | actions or events | seconds (processor) | peak GiB | us each |")
     print("|---|---|---|---|---|---|---|")
     for name in names or list(CASES):
-        case = CASES[name]
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.scale", "--here", name], check=True, capture_output=True, text=True
-        )
-        found = json.loads(done.stdout)
-        wall, busy = (sum(part[i] for part in found["parts"].values()) for i in (0, 1))
-        parts = ", ".join(f"{part} {seconds[0]:.1f}" for part, seconds in found["parts"].items())
-        print(
-            f"| {name} | {case.schedule} | {case.ranks} x {case.microbatches} | {found['actions']:,} "
-            f"| {wall:.1f} ({busy:.1f}): {parts} | {found['peak']:.2f} | {busy / found['actions'] * 1e6:.1f} |",
-            flush=True,
-        )
+        print(_row(name), flush=True)
+
+
+def _row(name: str) -> str:
+    case = CASES[name]
+    command = [sys.executable, "-m", "benchmarks.scale", "--here", name]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    wall, busy = (sum(part[i] for part in found["parts"].values()) for i in (0, 1))
+    parts = ", ".join(f"{part} {seconds[1]:.2f}" for part, seconds in found["parts"].items())
+    return (
+        f"| {name} | {case.schedule} | {case.ranks} x {case.microbatches} | {found['count']:,} "
+        f"| {wall:.2f} ({busy:.2f}: {parts}) | {found['peak']:.2f} | {busy / found['count'] * 1e6:.1f} |"
+    )
 
 
 if __name__ == "__main__":

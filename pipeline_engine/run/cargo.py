@@ -35,6 +35,8 @@ class Cargo:
 
     def tree(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree again, with ``leaves`` in the place of its own if given."""
+        if self.spec is _LEAF:
+            return (self.leaves if leaves is None else leaves)[0]
         return pytree.tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
 
     def copied(self) -> Cargo:
@@ -64,10 +66,15 @@ def aligned(num_bytes: int) -> int:
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure of a tree of tuples, lists, dicts, dataclasses, tensors and constants."""
+    if isinstance(tree, torch.Tensor):
+        return [tree], _LEAF
     while True:
         leaves, spec = pytree.tree_flatten(tree)
         if not any(_learn_dataclass(type(leaf)) for leaf in leaves):
             return leaves, spec
+
+
+_LEAF = pytree.tree_flatten(0)[1]
 
 
 def _learn_dataclass(kind: type) -> bool:

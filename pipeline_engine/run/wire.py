@@ -15,15 +15,15 @@ import ctypes
 import pickle
 import struct
 import zlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from attrs import frozen
-from torch.utils._pytree import TreeSpec
 
 from pipeline_engine.errors import TransportError
-from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned, flatten
+from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned
+from pipeline_engine.run.layout import Layout, Shape, shape_of
 from pipeline_engine.run.transports.base import Failure
 
 FIRST_BYTES = 16 * 1024
@@ -32,7 +32,6 @@ FIRST_BYTES = 16 * 1024
 _PREFIX = struct.Struct("<4sBBBxIQQQQ")
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
-_Shape = tuple[torch.dtype, torch.Size] | None
 
 assert _PREFIX.size <= ALIGNMENT
 
@@ -53,17 +52,14 @@ class Stamp:
 
 def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
     """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards."""
-    shapes = [_shape(leaf) for leaf in cargo.leaves]
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in cargo.leaves]
-    random_shapes = [_shape(state) for state in cargo.randomness]
-    description = pickle.dumps((_skeleton(cargo), shapes, constants, cargo.needs_grad, random_shapes))
+    description = Layout.of(cargo).to_bytes()
     tensors = [leaf for leaf in (*cargo.leaves, *cargo.randomness) if isinstance(leaf, torch.Tensor)]
     return _parts(_CARGO, stamp, description, tensors, limit)
 
 
 def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[torch.Tensor, ...]:
     """The parts of a message with the gradients of a cargo; absent ones cost nothing."""
-    description = pickle.dumps([_shape(grad) for grad in grads])
+    description = pickle.dumps([shape_of(grad) for grad in grads])
     return _parts(_GRADS, stamp, description, [grad for grad in grads if grad is not None], limit)
 
 
@@ -98,30 +94,19 @@ def decode_cargo(message: torch.Tensor, stamp: Stamp) -> Cargo:
     Raises:
         TransportError: the message is not the one that was expected, or lies about its size.
     """
-    skeleton, shapes, constants, needs_grad, random_shapes = _description(message, _CARGO, stamp)
-    tensors = _tensors(message, [*shapes, *random_shapes])
-    leaves = tuple(next(tensors) if shape else constant for shape, constant in zip(shapes, constants, strict=True))
-    spec = skeleton if isinstance(skeleton, TreeSpec) else flatten(skeleton)[1]
-    return Cargo(spec, leaves, needs_grad, tuple(tensors))
+    layout = Layout.from_bytes(_description(message, _CARGO, stamp))
+    tensors = _tensors(message, (*layout.shapes, *layout.random_shapes))
+    leaves = tuple(
+        next(tensors) if shape else constant for shape, constant in zip(layout.shapes, layout.constants, strict=True)
+    )
+    return Cargo(layout.spec, leaves, layout.needs_grad, tuple(tensors))
 
 
 def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
     """Gradients whose tensors live in the received bytes."""
-    shapes = _description(message, _GRADS, stamp)
+    shapes = pickle.loads(_description(message, _GRADS, stamp))
     tensors = _tensors(message, shapes)
     return tuple(next(tensors) if shape else None for shape in shapes)
-
-
-def _skeleton(cargo: Cargo) -> Any:
-    """What tells the structure: the tree with numbers for leaves, or its spec if the tree does not take numbers."""
-    try:
-        return cargo.tree(range(len(cargo.leaves)))
-    except Exception:  # a dataclass that checks its fields may raise anything
-        return cargo.spec
-
-
-def _shape(leaf: Any) -> _Shape:
-    return (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else None
 
 
 def _parts(
@@ -185,7 +170,7 @@ def _prefix(message: torch.Tensor) -> _Prefix:
     return _Prefix(*fields)
 
 
-def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> Any:
+def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> bytes:
     prefix = _prefix(message)
     got, wanted = (prefix.kind, prefix.call, prefix.microbatch), (kind, stamp.call, stamp.microbatch)
     if got != wanted:
@@ -199,10 +184,10 @@ def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> Any:
         raise TransportError(
             f"the checksum of a message for microbatch {stamp.microbatch} is wrong: bytes were changed."
         )
-    return pickle.loads(_read(message, ALIGNMENT, prefix.length))
+    return _read(message, ALIGNMENT, prefix.length)
 
 
-def _tensors(message: torch.Tensor, shapes: list[_Shape]) -> Iterator[torch.Tensor]:
+def _tensors(message: torch.Tensor, shapes: Sequence[Shape | None]) -> Iterator[torch.Tensor]:
     offset = ALIGNMENT + aligned(_prefix(message).length)
     for shape in shapes:
         if shape is not None:
