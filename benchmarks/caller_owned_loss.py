@@ -251,7 +251,14 @@ def drivers_of(
         if set(wanted) & set(ENGINE_DRIVERS):
             pipeline = pe.Pipeline(stages, graph=graph, schedule=schedule, transport=pe.TorchTransport(), deadline=60.0)
             steps |= engine_steps(stack.enter_context(pipeline), inputs)
-        peer = torch_step(stages, num_stages=graph.num_stages, schedule=schedule, inputs=inputs, loss=loss_of)
+        peer = torch_step(
+            stages,
+            num_stages=graph.num_stages,
+            schedule=schedule,
+            inputs=inputs,
+            targets=torch.zeros(len(inputs) * ROWS),
+            loss=lambda outputs, _: loss_of(outputs),
+        )
         steps |= {"torch": peer, "alone": lambda: run_alone(stages, inputs)}
         yield {driver: steps[driver] for driver in wanted}
 

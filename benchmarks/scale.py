@@ -34,8 +34,8 @@ class Case:
     """What is planned, and how.
 
     Attributes:
-        part: ``"full"`` builds, lowers, checks and simulates; ``"stream"`` generates and checks the computing verbs rank
-            by rank; ``"all ranks"`` and ``"one rank"`` play a caller who gives each gradient at once on a replica.
+        part: ``"full"`` builds, lowers, checks and simulates; ``"stream"`` generates and checks the computing verbs,
+            rank by rank; ``"all ranks"`` and ``"one rank"`` play a caller who gives each gradient at once on a replica.
         collects: whether Python's garbage collector runs, which finds nothing in a plan and visits all of it.
     """
 

@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 SCHEDULES: dict[str, Any] = {
@@ -20,6 +21,7 @@ SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
     "looped-bfs": ScheduleLoopedBFS,
+    "zb-v": ScheduleZBVZeroBubble,
 }
 
 
@@ -29,7 +31,8 @@ def torch_step(
     num_stages: int,
     schedule: str,
     inputs: list[Tensor],
-    loss: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[], None]:
     """Return a function that runs one step over all ``inputs``; every rank calls it.
 
@@ -41,7 +44,8 @@ def torch_step(
         num_stages: of all ranks.
         schedule: one of ``SCHEDULES``.
         inputs: one for each microbatch.
-        loss: of the last stage's output for a microbatch.
+        targets: one row for each row of the batch.
+        loss: of the last stage's output for a microbatch, and its targets.
 
     Raises:
         KeyError: torch has no such schedule here.
@@ -50,12 +54,12 @@ def torch_step(
     runner = SCHEDULES[schedule](
         wrapped[0] if len(wrapped) == 1 else wrapped,
         n_microbatches=len(inputs),
-        loss_fn=lambda outputs, _: loss(outputs),
+        loss_fn=loss,
         scale_grads=False,
     )
     batch = torch.cat(inputs)
     first = (batch,) if 0 in stages else ()
-    last: dict[str, Any] = {"target": torch.zeros(len(batch)), "losses": []} if num_stages - 1 in stages else {}
+    last: dict[str, Any] = {"target": targets, "losses": []} if num_stages - 1 in stages else {}
 
     def step() -> None:
         runner.step(*first, **last, return_outputs=False)
