@@ -3,6 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compat import UnsupportedHostError as UnsupportedHostError
+    from .reference import ReferenceTrainerRank as ReferenceTrainerRank
+    from .requests import AdamParams as AdamParams
+    from .requests import ForwardInput as ForwardInput
+    from .requests import ForwardOutput as ForwardOutput
+    from .requests import MicroBatch as MicroBatch
+    from .requests import MicroBatchStats as MicroBatchStats
+    from .requests import TopK as TopK
+    from .requests import TrainerRankMemoryError as TrainerRankMemoryError
+    from .requests import TrainerRankSlotStateError as TrainerRankSlotStateError
+    from .requests import Unset as Unset
+    from .runtime import Runtime as Runtime
+    from .stages import Group as Group
+    from .stages import StageExecutor as StageExecutor
+    from .topology import SUPPORT as SUPPORT
+    from .topology import UnsupportedTopologyError as UnsupportedTopologyError
+    from .trainer import TrainerRank as TrainerRank
 
 _HOME = {
     "AdamParams": "requests",
@@ -27,10 +47,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -33,7 +33,14 @@ AdapterSelection: TypeAlias = str | _Unset | None
 
 @attrs.frozen
 class AdamParams:
-    """The hyper-parameters of one optimizer step; ``grad_clip_norm <= 0`` turns clipping off."""
+    """The hyper-parameters of one AdamW step.
+
+    Attributes:
+        learning_rate: of all parameters of the slot.
+        beta1, beta2: decay of the first and second moment.
+        weight_decay: decoupled from the gradient.
+        grad_clip_norm: what the norm of all gradients, over all stages, is clipped to; 0 or less turns it off.
+    """
 
     learning_rate: float
     beta1: float = 0.9
@@ -44,7 +51,12 @@ class AdamParams:
 
 @attrs.frozen(eq=False)
 class TopK:
-    """logprobs: ``[tokens, k]`` float32, largest first; tokens: ``[tokens, k]`` int64."""
+    """The likeliest tokens at each position.
+
+    Attributes:
+        logprobs: ``[tokens, k]`` float32, largest first.
+        tokens: ``[tokens, k]`` int64.
+    """
 
     logprobs: torch.Tensor
     tokens: torch.Tensor
@@ -103,9 +115,15 @@ class ForwardOutput:
 
 @attrs.frozen
 class MicroBatchStats:
-    """How a window of top-level items was cut; counts, tokens and bytes.
+    """How a window of top-level items was cut.
 
-    ``global_*`` count items over all data-parallel ranks, ``local_count`` this rank's.
+    Attributes:
+        global_start, global_stop: places of its items in the source, over all data-parallel ranks; stop is excluded.
+        global_count, local_count: number of its items over all data-parallel ranks, and on this one.
+        packed_tokens, logical_tokens: tokens computed, and tokens asked for; shared beginnings are packed once.
+        estimated_required_bytes, available_bytes: what the window is expected to need, and what there was.
+        rejected_candidates: larger windows that did not fit.
+        cold_start: whether the estimate stands on no measurement yet.
     """
 
     global_start: int
@@ -122,7 +140,14 @@ class MicroBatchStats:
 
 @attrs.frozen(eq=False)
 class MicroBatch:
-    """This rank's items of one window, their outputs in the same nesting, and their places in the source."""
+    """This rank's part of one window.
+
+    Attributes:
+        inputs: its top-level items.
+        outputs: their outputs, in the same nesting.
+        indices: their places in the source.
+        stats: how the window was cut.
+    """
 
     inputs: Sequence[Any]
     outputs: Sequence[Any]

@@ -109,6 +109,9 @@ class StageExecutor:
     def check_planned_alike(self, groups: Sequence[Group]) -> None:
         """Compare what the stages have planned, before anything of it runs; collective over the pipeline.
 
+        Args:
+            groups: what this stage has planned.
+
         Raises:
             UsageError: on every rank, if two stages differ; the message shows both sides.
         """
@@ -116,12 +119,19 @@ class StageExecutor:
         check_same("stages have planned differently", said, device=self._device, group=self._process_group)
 
     def stream(self, groups: Sequence[Group]) -> Generator[Outputs, None, None]:
-        """Outputs of the groups in order; the caller's backward in between runs this stage's backwards."""
+        """Outputs of the groups in order; the caller's backward in between runs this stage's backwards.
+
+        Args:
+            groups: the same on all stages.
+
+        Yields:
+            for each group its items' tensors, on every stage.
+        """
         for item in self.pipeline.stream([_microbatch(group) for group in groups]):
             yield item.outputs
 
     def forward(self, groups: Sequence[Group]) -> list[Outputs]:
-        """Outputs of all groups at once."""
+        """Outputs of all ``groups`` at once, on every stage; the caller's backward drives the rest."""
         return self.pipeline.forward([_microbatch(group) for group in groups])
 
     def _stage(self, *received: torch.Tensor, group: Group) -> Any:

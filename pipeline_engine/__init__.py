@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeline_engine.errors import UsageError as UsageError
     from pipeline_engine.plan.advance import lower as lower
     from pipeline_engine.plan.check import check as check
+    from pipeline_engine.plan.check import check_computing as check_computing
     from pipeline_engine.plan.choose import Choice as Choice
     from pipeline_engine.plan.choose import best_schedule as best_schedule
     from pipeline_engine.plan.files import as_csv as as_csv
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pipeline_engine.plan.schedule import Schedule as Schedule
     from pipeline_engine.plan.schedules import SCHEDULES as SCHEDULES
     from pipeline_engine.plan.schedules import build as build
+    from pipeline_engine.plan.schedules import generate as generate
     from pipeline_engine.plan.simulate import Costs as Costs
     from pipeline_engine.plan.simulate import Timeline as Timeline
     from pipeline_engine.plan.simulate import simulate as simulate
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from pipeline_engine.run.bridge import Pipeline as Pipeline
     from pipeline_engine.run.bridge import Yielded as Yielded
     from pipeline_engine.run.microbatch import Microbatch as Microbatch
+    from pipeline_engine.run.products import splits_backward as splits_backward
     from pipeline_engine.run.ties import tie as tie
     from pipeline_engine.run.tracing import Tracer as Tracer
     from pipeline_engine.run.transports.memory import MemoryTransport as MemoryTransport
@@ -55,6 +58,7 @@ _HOMES = {
     "UsageError": "errors",
     "lower": "plan.advance",
     "check": "plan.check",
+    "check_computing": "plan.check",
     "best_schedule": "plan.choose",
     "Choice": "plan.choose",
     "as_csv": "plan.files",
@@ -71,6 +75,7 @@ _HOMES = {
     "split": "plan.partition",
     "Schedule": "plan.schedule",
     "build": "plan.schedules",
+    "generate": "plan.schedules",
     "SCHEDULES": "plan.schedules",
     "Costs": "plan.simulate",
     "simulate": "plan.simulate",
@@ -79,6 +84,7 @@ _HOMES = {
     "Pipeline": "run.bridge",
     "Yielded": "run.bridge",
     "Microbatch": "run.microbatch",
+    "splits_backward": "run.products",
     "tie": "run.ties",
     "Tracer": "run.tracing",
     "MemoryTransport": "run.transports.memory",

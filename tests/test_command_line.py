@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import pytest
@@ -20,17 +20,23 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+def seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_it_starts_in_under_half_a_second_and_without_torch() -> None:
+    """Of its own time, for the machine may be busy."""
     seconds = []
     for _ in range(5):
-        start = perf_counter()
+        start = seconds_of_children()
         done = run("show", "1f1b", "--ranks", "4", "--num-microbatches", "8")
-        seconds.append(perf_counter() - start)
+        seconds.append(seconds_of_children() - start)
         assert done.returncode == 0 and done.stderr == ""
     assert min(seconds) < 0.5
     code = "import sys, pipeline_engine.__main__; sys.exit('torch' in sys.modules)"

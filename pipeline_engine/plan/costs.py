@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import Attribute, field, frozen
@@ -21,6 +21,10 @@ PerChannel = float | tuple[tuple[str, float], ...]
 
 def _per_stage(value: float | Sequence[float]) -> PerStage:
     return float(value) if isinstance(value, (int, float)) else tuple(float(each) for each in value)
+
+
+def _weights(weights: Iterable[float]) -> tuple[float, ...]:
+    return tuple(weights)
 
 
 def _per_channel(value: float | Mapping[str, float] | Sequence[tuple[str, float]]) -> PerChannel:
@@ -75,10 +79,14 @@ class Costs:
     latency: PerChannel = field(default=0.0, converter=_per_channel, validator=_check_channels)
     seconds_per_byte: float = field(default=0.0, converter=float, validator=_check_cost)
     num_bytes: PerChannel = field(default=0.0, converter=_per_channel, validator=_check_channels)
-    weights: tuple[float, ...] = field(default=(), converter=tuple, validator=_check_cost)
+    weights: tuple[float, ...] = field(default=(), converter=_weights, validator=_check_cost)
 
     def of(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its rank busy."""
+        """Seconds that ``action`` keeps its rank busy.
+
+        Raises:
+            ScheduleError: costs are given for fewer stages or microbatches.
+        """
         match action:
             case Forward(stage, m):
                 return self._at(self.forward, stage) * self.weight(m)
@@ -104,7 +112,11 @@ class Costs:
         return _largest(self.latency) + self.seconds_per_byte * _largest(self.num_bytes)
 
     def weight(self, microbatch: int) -> float:
-        """The relative cost of a microbatch."""
+        """The relative cost of ``microbatch``, of the unit that all costs are given for.
+
+        Raises:
+            ScheduleError: weights are given, and none for this one.
+        """
         if not self.weights:
             return 1.0
         if microbatch >= len(self.weights):

@@ -25,19 +25,33 @@ Writable = Schedule | Timeline | Trace
 
 
 def as_csv(schedule: Schedule) -> str:
-    """One program a row, as ``Schedule.from_csv`` reads it."""
+    """A schedule as CSV: one program a row, one action a cell, as ``Schedule.from_csv`` reads it.
+
+    Args:
+        schedule: computing verbs only, or lowered.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([str(action) for action in each] for each in schedule.programs)
     return text.getvalue()
 
 
 def as_json(thing: Writable) -> str:
-    """A schedule, a timeline or a trace as ``from_json`` reads it."""
+    """A schedule, a timeline or a trace as JSON, as ``from_json`` reads it.
+
+    Args:
+        thing: what to write down; all that compares equal is kept.
+    """
     return json.dumps(_plain(thing))
 
 
 def from_json(text: str) -> Writable:
     """Read back what ``as_json`` wrote.
+
+    Args:
+        text: JSON.
+
+    Returns:
+        what was written, equal to it.
 
     Raises:
         ScheduleError: it is no such text.

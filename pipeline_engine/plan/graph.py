@@ -141,7 +141,7 @@ class StageGraph:
         return cls(edges=[(stage, stage + 1) for stage in range(stages - 1)], rank_of=rank_of)
 
     def is_placed(self, placement: Placement) -> bool:
-        """Whether the stages lie on the ranks as on a chain of that placement; edges do not matter."""
+        """Whether the stages lie on the ranks as on a chain of that ``placement``; edges do not matter."""
         try:
             return self.rank_of == tuple(_PLACEMENTS[placement](self.num_stages, self.num_ranks))
         except ScheduleError:

@@ -72,12 +72,14 @@ class Numbering:
     graph: StageGraph
     width: int = field(init=False)
     _stages: int = field(init=False)
+    _ranks: int = field(init=False)
     rules: dict[type[Compute], tuple[Rule, ...]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         stages = range(self.graph.num_stages)
         object.__setattr__(self, "width", 2 * len(stages) + 3)
         object.__setattr__(self, "_stages", len(stages))
+        object.__setattr__(self, "_ranks", self.graph.num_ranks)
         rules = {verb: tuple(self._rule(verb(stage, 0)) for stage in stages) for verb in COMPUTE}
         object.__setattr__(self, "rules", rules)
 
@@ -98,6 +100,10 @@ class Numbering:
         if isinstance(value, InputGrad):
             return base + self._stages + value.stage
         return base + 2 * self._stages + isinstance(value, OutputGrad)
+
+    def message(self, value: Value, source: int, target: int) -> int:
+        """The number of a message among all that can be; of one microbatch modulo ``width * ranks ** 2``."""
+        return (self.number(value) * self._ranks + source) * self._ranks + target
 
     def rule(self, action: Compute) -> Rule:
         """The rule of a computing action."""

@@ -61,6 +61,11 @@ class Schedule:
     def from_text(cls, text: str, graph: StageGraph, name: str = "from text") -> Schedule:
         """Read one program a line, actions separated by spaces.  The number of microbatches is read off the actions.
 
+        Args:
+            text: for example ``"0F0 0B0\\n1F0 1B0"``: stage, verb and microbatch.
+            graph: the stage graph.
+            name: how the schedule is called in reports.
+
         Raises:
             ScheduleError: a word is not an action, or the number of lines is not the number of ranks.
         """
@@ -69,6 +74,11 @@ class Schedule:
     @classmethod
     def from_csv(cls, text: str, graph: StageGraph, name: str = "from csv") -> Schedule:
         """Read one program a row, one action a cell; empty cells are idle slots and are passed over.
+
+        Args:
+            text: CSV, with the actions of ``from_text``.
+            graph: the stage graph.
+            name: how the schedule is called in reports.
 
         Raises:
             As ``from_text``.

@@ -28,15 +28,13 @@ from pipeline_engine.plan.actions import (
 from pipeline_engine.plan.advance import lower
 from pipeline_engine.plan.costs import Costs as Costs
 from pipeline_engine.plan.costs import PerStage as PerStage
+from pipeline_engine.plan.numbering import Numbering, numbering_of
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.timeline import Idle, Place
 from pipeline_engine.plan.timeline import Span as Span
 from pipeline_engine.plan.timeline import Timeline as Timeline
 from pipeline_engine.plan.timeline import peak_in_flight as peak_in_flight
 from pipeline_engine.plan.values import Value, channel_of
-
-_Message = tuple[Value, int, int]
-"""A value, the rank that it comes from, and the rank that it goes to."""
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -64,9 +62,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     )
 
 
+_Moment = tuple[float, Place]
+"""Seconds, and the span on which they hang."""
+
+
+def _latest(moment: _Moment) -> tuple[float, int]:
+    """Of two moments at the same second the one that hangs on a span, not on the beginning of a program."""
+    seconds, (_, step) = moment
+    return seconds, step
+
+
 @define(eq=False)
 class _Arrivals:
-    """Messages between all ranks, and who waits for one.
+    """Messages between all ranks, by number, and who waits for one.
 
     Attributes:
         times: seconds at which a message has arrived and for how many of these it travelled, and the span that it
@@ -75,35 +83,30 @@ class _Arrivals:
     """
 
     costs: Costs
-    times: dict[_Message, tuple[float, float, Place]] = field(factory=dict)
-    waiting: dict[_Message, list[int]] = field(factory=dict)
-    _sent: dict[_Message, tuple[float, Place]] = field(factory=dict)
-    _posted: dict[_Message, tuple[float, Place]] = field(factory=dict)
-    _travel: dict[tuple[object, ...], tuple[float, float]] = field(factory=dict)
+    numbering: Numbering
+    times: dict[int, tuple[float, float, Place]] = field(factory=dict)
+    waiting: dict[int, list[int]] = field(factory=dict)
+    _half: dict[int, _Moment] = field(factory=dict)  # messages that are sent or posted, but not both
+    _travel: dict[int, tuple[float, float]] = field(factory=dict)  # by message of microbatch 0
 
-    def send(self, message: _Message, now: float, because: Place) -> list[int]:
-        """A message is sent at a time that hangs on a span; returns the ranks that can go on."""
-        if message not in self._posted:
-            self._sent[message] = (now, because)
+    def meet(self, value: Value, source: int, target: int, moment: _Moment) -> list[int]:
+        """A message is sent, or its receive is posted; returns the ranks that can go on."""
+        message = self.numbering.message(value, source, target)
+        other = self._half.pop(message, None)
+        if other is None:
+            self._half[message] = moment
             return []
-        return self._arrive(message, *max((now, because), self._posted.pop(message)))
-
-    def post(self, message: _Message, now: float, because: Place) -> list[int]:
-        """A message's receive is posted at a time that hangs on a span; returns the ranks that can go on."""
-        if message not in self._sent:
-            self._posted[message] = (now, because)
-            return []
-        return self._arrive(message, *max((now, because), self._sent.pop(message)))
-
-    def _arrive(self, message: _Message, leaves: float, because: Place) -> list[int]:
-        value, source, target = message
-        key = (type(value), getattr(value, "stage", 0), source, target)
-        if key not in self._travel:
-            self._travel[key] = self.costs.travel(channel_of(value, source, target))
-        latency, per_weight = self._travel[key]
-        seconds = latency + per_weight * self.costs.weight(value.microbatch) if per_weight else latency
+        leaves, because = max(moment, other, key=_latest)
+        seconds = self._seconds(message, value, source, target)
         self.times[message] = (leaves + seconds, seconds, because)
         return self.waiting.pop(message, [])
+
+    def _seconds(self, message: int, value: Value, source: int, target: int) -> float:
+        kind = message % (self.numbering.width * self.numbering.graph.num_ranks**2)
+        if kind not in self._travel:
+            self._travel[kind] = self.costs.travel(channel_of(value, source, target))
+        latency, per_weight = self._travel[kind]
+        return latency + per_weight * self.costs.weight(value.microbatch) if per_weight else latency
 
 
 @define(eq=False)
@@ -138,8 +141,8 @@ class _Clock:
             Publish: lambda _: True,
             Send: self._send,
             PostRecv: self._post,
-            WaitRecv: lambda action: self._wait((action.value, action.from_rank, self.rank)),
-            WaitSend: lambda action: self._wait((action.value, self.rank, action.to_rank)),
+            WaitRecv: lambda action: self._wait(action.value, action.from_rank, self.rank),
+            WaitSend: lambda action: self._wait(action.value, self.rank, action.to_rank),
         }
         self._first_backward = _first(self.program, BACKWARD, _first(self.program, (Forward,), len(self.program)))
         backwards = _first(reversed(self.program), (Forward,), len(self.program))
@@ -164,15 +167,17 @@ class _Clock:
         return True
 
     def _send(self, action: Send) -> bool:
-        message = (action.value, self.rank, action.to_rank)
-        self.woken += self.arrivals.send(message, self.now, self.because)
+        moment = (self.now, self.because)
+        self.woken += self.arrivals.meet(action.value, self.rank, action.to_rank, moment)
         return True
 
     def _post(self, action: PostRecv) -> bool:
-        self.woken += self.arrivals.post((action.value, action.from_rank, self.rank), self.now, self.because)
+        moment = (self.now, self.because)
+        self.woken += self.arrivals.meet(action.value, action.from_rank, self.rank, moment)
         return True
 
-    def _wait(self, message: _Message) -> bool:
+    def _wait(self, value: Value, source: int, target: int) -> bool:
+        message = self.arrivals.numbering.message(value, source, target)
         known = self.arrivals.times.get(message)
         if known is None:
             self.arrivals.waiting.setdefault(message, []).append(self.rank)
@@ -199,7 +204,7 @@ def _first(program: Iterable[Action], verbs: tuple[type[Action], ...], default: 
 
 
 def _run(schedule: Schedule, costs: Costs) -> list[_Clock]:
-    arrivals = _Arrivals(costs)
+    arrivals = _Arrivals(costs, numbering_of(schedule.graph))
     clocks = [_Clock(rank, program, costs, arrivals) for rank, program in enumerate(schedule.programs)]
     awake = [clock.rank for clock in clocks]
     while awake:

@@ -64,7 +64,7 @@ class Timeline:
     bubble: float
     peak_in_flight: tuple[int, ...]
     idle: tuple[Idle, ...] = ()
-    waited_for: tuple[dict[int, Place], ...] = field(default=(), repr=False)
+    waited_for: tuple[dict[int, Place], ...] = field(default=(), repr=False, eq=False)
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
         """Activations that ``rank`` holds over time: (seconds, number from then on)."""

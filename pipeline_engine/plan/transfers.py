@@ -141,6 +141,7 @@ class Transfers:
             draft.receive(message)
             for sent in message.proves:
                 self._wait_send(sent)
+        message.proves.clear()  # or each message would keep all before it alive
 
     def _wait_for_old_outputs(self, unanswered: list[Message]) -> None:
         """See Note [proven sends]."""

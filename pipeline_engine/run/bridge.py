@@ -6,8 +6,9 @@ import logging
 import os
 import pickle
 import threading
+import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -16,19 +17,21 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from pipeline_engine.errors import PipelineError, UsageError
+from pipeline_engine.errors import DeadlineError, PeerFailedError, PipelineError, TransportError, UsageError
 from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.agreement import agree
+from pipeline_engine.run.agreement import Word, agree, passed
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.cargo import Cargo
+from pipeline_engine.run.doing import Doing, report
 from pipeline_engine.run.executor import Executor
-from pipeline_engine.run.fitting import check_fit, fitting_schedule
+from pipeline_engine.run.fitting import check_fit, check_kinds, fitting_schedule
 from pipeline_engine.run.gate import Gatekeeper
+from pipeline_engine.run.lookout import Lookout
 from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
 from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
@@ -38,7 +41,7 @@ from pipeline_engine.run.randomness import Rng, draw_seed, is_per_microbatch
 from pipeline_engine.run.stage import StageFunction, receive
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
-from pipeline_engine.run.transports.base import Transport
+from pipeline_engine.run.transports.base import Failure, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -103,17 +106,14 @@ class Pipeline:
         rng: Rng = None,
         verify: bool = False,
     ) -> None:
-        check_fit(stages, graph, transport)
-        self._stages = dict(stages)
+        check_kinds(transport, deadline)
+        self._transport, self._doing = transport, Doing()
         self._graph = graph
-        self._transport = transport
         self._deadline, self._verify = float(deadline), verify
-        self._ordering, self._tracer = check_ordering(order), tracer
+        self._tracer = tracer
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
-        self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
-        self._per_microbatch = is_per_microbatch(rng, graph)
-        self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
-        self._channels = (*channels_of(graph), *self._ties.channels)
+        self._digest_for = cache(lambda count: _digest(self._schedule_for(count)))
+        self._settings = {"max_in_flight": max_in_flight, "rng": rng}
         self._gatekeeper = Gatekeeper()
         self._memory = Memory()
         self._calls: list[Call] = []
@@ -121,10 +121,21 @@ class Pipeline:
         self._sent_bytes: Counter[Channel] = Counter()
         self._unread: Unread = defaultdict(deque)
         self._count = 0
-        self._unsettled = False
+        self._why_failed = self._broken = ""
         self._is_closed = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        transport.open(self._channels, deadline=self._deadline)
+        transport.host = Lookout(self._doing, lambda: list(self._calls))
+        with self._guarded(), self._doing.meets("building"):
+            if transport.has_raised:
+                self._settle()
+            check_fit(stages, graph, transport)
+            self._stages = dict(stages)
+            self._ordering = check_ordering(order)
+            self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
+            self._per_microbatch = is_per_microbatch(rng, graph)
+            self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
+            self._channels = (*channels_of(graph), *self._ties.channels)
+            transport.open(self._channels, deadline=self._deadline)
 
     def stream(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> Iterator[Yielded]:
         """Hand out outputs one by one; ``loss.backward()`` in between runs the pipeline's backwards.
@@ -141,16 +152,19 @@ class Pipeline:
             PeerFailedError: another rank failed.
             DeadlineError: a wait took longer than ``deadline``.
         """
-        if any(call.is_running for call in self._calls):
-            raise UsageError(
-                "a stream of this pipeline is still running: let it run out, leave its loop or close() it first."
-            )
         return self._items(self._begin("stream", microbatches, num_microbatches))
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
         """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
 
         Their graphs are kept until their gradient is given, or until ``flush``.
+
+        Args:
+            microbatches: a sequence, or an iterable that is read lazily.
+            num_microbatches: how many; needed if ``microbatches`` has no length.
+
+        Returns:
+            for each microbatch what the last stage returned, in the order of ``microbatches``.
 
         Raises:
             As ``stream``.
@@ -178,7 +192,8 @@ class Pipeline:
             argument = receive(cargo, differentiate=call.modes.differentiates)
             loss = loss_fn(argument.tree, call.order[microbatch])
             if call.modes.differentiates:
-                loss.backward()  # type: ignore[no-untyped-call]
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
                 call.executor.give(microbatch, argument.grads)
             losses.append(loss.detach())
 
@@ -194,7 +209,7 @@ class Pipeline:
         """
         self._agree("flush", {})
         self._end_calls("the pipeline was flushed")
-        with self._guarded():
+        with self._guarded(), self._doing.meets("the sum of tied parameters"):
             self._ties.add_up()
 
     @property
@@ -232,12 +247,13 @@ class Pipeline:
             return
         self._is_closed = True
         try:
-            if not self._unsettled:
+            if not self._transport.has_raised:
                 self._end_calls("the pipeline was closed")
-        except PipelineError as error:
+        except Exception as error:
             _log.warning("closed with work undone: %s", error)
         finally:
             self._transport.close()
+            self._transport.host = None
 
     def __enter__(self) -> Pipeline:
         return self
@@ -246,9 +262,10 @@ class Pipeline:
         try:
             if error is None and not self._is_closed:
                 self.flush()
-            elif error is not None and not self._unsettled:
-                self._transport.fail(failure_of(self._transport.rank, "the caller's code", error))
-                self._unsettled = True
+            elif error is not None and not self._transport.has_raised:
+                error.add_note(f"while rank {self._transport.rank} was in {self._doing.place}")
+                self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
+                self._transport.has_raised = True
         finally:
             self.close()
 
@@ -264,11 +281,16 @@ class Pipeline:
     def _begin(
         self, entry: str, microbatches: Iterable[Microbatch], count: int | None, *, hand_out: bool = True
     ) -> Call:
-        order: Sequence[int] | None = None
-        if self._ordering == "planned":
-            order, microbatches = ordered(microbatches, self._schedule_for)
-        source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
-        modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
+        with self._refusing(entry):
+            given, order = microbatches, None
+            if entry == "stream" and any(call.is_running for call in self._calls):
+                raise UsageError(
+                    "a stream of this pipeline is still running: let it run out, leave its loop or close() it first."
+                )
+            if self._ordering == "planned":
+                order, microbatches = ordered(microbatches, self._schedule_for)
+            source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
+            modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
         self._agree(
             entry,
             {
@@ -276,6 +298,9 @@ class Pipeline:
                 "number of microbatches": source.count,
                 "grad mode": modes.differentiates,
                 "order": order or "as given",
+                **self._settings,
+                "programs of the schedule": self._digest_for(source.count),
+                **passed(given),
             },
         )
         self._end_calls(f"{entry} was called", keep_open=True)
@@ -293,6 +318,7 @@ class Pipeline:
             verify=self._verify,
             seed=self._seed(),
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
+            doing=self._doing,
         )
         forward_only, rank = not modes.differentiates, self._transport.rank
         history = History(
@@ -314,30 +340,53 @@ class Pipeline:
             return None
         return draw_seed() if self._transport.rank == self._graph.rank_of[0] else 0
 
-    def _agree(self, entry: str, word: dict[str, object]) -> None:
+    @contextmanager
+    def _refusing(self, entry: str) -> Iterator[None]:
+        """If this rank cannot make a call, all ranks are told where they agree on it, and nothing else changes."""
+        self._check_open()
+        try:
+            yield
+        except Exception as error:
+            self._agree(entry, {}, failure_of(self._transport.rank, f"the planning of {entry}", error))
+            raise
+
+    def _agree(self, entry: str, entries: Mapping[str, object], refusal: Failure | None = None) -> None:
         """Before anything moves: all ranks are in the same call, and have done the same before."""
         self._check_open()
+        self._doing.begin(entry)
         self._gatekeeper.forget()
-        with self._guarded():
+        with self._guarded(), self._doing.meets(f"agreement on {entry}"):
             self._settle()
-            past = {f"history of call {call.number}": call.summary for call in self._calls}
-            agree(self._transport, {"entry point": entry, **word, **past}, deadline=self._deadline)
+            summaries = {f"history of call {call.number}": call.summary for call in self._calls}
+            past = {call.number: bytes(call.marks) for call in self._calls}
+            word = Word({"entry point": entry, **entries, **summaries}, past, refusal)
+            refused = agree(self._transport, word, deadline=self._deadline)
+        if refusal is None and refused is not None:
+            raise refused.as_error()
 
     def _settle(self) -> None:
         """After a failure, once every rank has raised it: empty the channels and begin afresh."""
-        if self._unsettled:
+        if self._broken:
+            raise TransportError(self._broken)
+        if not self._transport.has_raised:
+            if failure := self._transport.failure():
+                raise failure.as_error()
+            return
+        try:
             self._transport.settle(deadline=self._deadline)
-            self._unread.clear()
-            self._unsettled = False
-        elif failure := self._transport.failure():
-            raise failure.as_error()
+        except PeerFailedError as error:
+            self._broken = f"the pipeline is broken, because {self._why_failed or error}"
+            raise TransportError(self._broken) from error
+        self._unread.clear()
+        self._why_failed = ""
+        self._transport.has_raised = False
 
     def _everywhere(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         """The last stage's losses on every rank."""
-        with self._guarded():
+        with self._guarded(), self._doing.meets("the losses of step"):
             words = self._transport.exchange(pickle.dumps(losses), deadline=self._deadline)
-        received: list[torch.Tensor] = pickle.loads(words[self._graph.rank_of[self._graph.last_stage]])
-        return received
+            received: list[torch.Tensor] = pickle.loads(words[self._graph.rank_of[self._graph.last_stage]])
+            return received
 
     def _end_calls(self, why: str, *, keep_open: bool = False) -> None:
         """End the calls of the past; ``keep_open``: but not those that may go on."""
@@ -349,15 +398,20 @@ class Pipeline:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """If an error comes from the engine or was told to other ranks, no call can go on."""
+        """After an error no call can go on; every rank is told, unless all have found the same."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, PipelineError) or self._transport.failure():
-                self._unsettled = True
-                for call in self._calls:
-                    call.abandon(f"the pipeline failed with {type(error).__name__}")
-                self._calls.clear()
+            if isinstance(error, DeadlineError):
+                report(error, self._transport)
+            if not isinstance(error, UsageError) or not self._doing.calls:  # while it is built each finds its own
+                self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
+            self._transport.has_raised = True
+            self._why_failed = self._why_failed or f"{_named(error)}{error}"
+            self._doing.meeting = ""
+            for call in self._calls:
+                call.abandon(f"the pipeline failed with {type(error).__name__}")
+            self._calls.clear()
             raise
 
     def _check_open(self) -> None:
@@ -367,3 +421,11 @@ class Pipeline:
             raise UsageError("the process has forked since the pipeline was built; build one in the child instead.")
         if threading.get_ident() != self._thread:
             raise UsageError("the pipeline was built in another thread; use it in that thread only.")
+
+
+def _named(error: BaseException) -> str:
+    return "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
+
+
+def _digest(schedule: Schedule) -> str:
+    return f"{zlib.crc32(repr([list(map(str, program)) for program in schedule.programs]).encode()):08x}"

@@ -35,6 +35,7 @@ class Call:
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
         given: microbatches whose gradient was given.
+        marks: four bytes for each event so far, which depend on it and on all before.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Call:
     guard: Callable[[], AbstractContextManager[None]]
     is_running: bool = field(init=False, default=False)
     given: set[int] = field(init=False, factory=set)
+    marks: bytearray = field(init=False, factory=bytearray)
     _deeds: list[tuple[object, ...]] = field(init=False, factory=list)
     _handed: Cargo | None = field(init=False, default=None)
     _why_ended: str = field(init=False, default="")
@@ -60,13 +62,13 @@ class Call:
     @property
     def summary(self) -> str:
         """What the caller has done in this call, to be compared with the other ranks'."""
-        checksum = zlib.crc32(repr(self._deeds).encode())
         last = " ".join(str(word) for word in self._deeds[-1]) if self._deeds else "nothing"
-        return f"{self.entry}: {len(self._deeds)} events, the last: {last} ({checksum:08x})"
+        return f"{self.entry}: {len(self._deeds)} events, the last: {last} ({self.marks[-4:].hex()})"
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
         self._check_not_over()
+        self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self._play("ask", microbatch)
         cargo, self._handed = self._handed, None
@@ -86,7 +88,7 @@ class Call:
         """
         again = tuple(sorted(self.given & grads.keys()))
         first = tuple(sorted(grads.keys() - self.given))
-        self._deeds.append(("retain", retain))
+        self._note("retain", retain)
         self._retain(grads.keys(), retain)
         for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
@@ -181,10 +183,14 @@ class Call:
 
     def _play(self, event: str, *arguments: Any) -> None:
         """Play an event on all programs, and perform what it adds to this rank's."""
-        self._deeds.append((event, *arguments))
+        self._note(event, *arguments)
         with self.guard():
             program = self.history.play(event, *arguments)
             self.modes.run(lambda: self.executor.perform(program))
+
+    def _note(self, *deed: object) -> None:
+        self._deeds.append(deed)
+        self.marks += zlib.crc32(repr(deed).encode(), int.from_bytes(self.marks[-4:])).to_bytes(4)
 
     def _check_not_over(self, microbatch: int | None = None) -> None:
         if not self.is_over:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.utils import _pytree as pytree
 
 
@@ -15,14 +15,19 @@ from torch.utils import _pytree as pytree
 class Cargo:
     """Leaves and structure of a tree.
 
+    A tensor that stands in several places of the tree is one leaf and arrives as one tensor.  Different tensors that
+    share memory arrive with memory of their own, in the order of dimensions that it had, without gaps and repetitions.
+
     Attributes:
         spec: structure of the tree.
+        places: for each place of the tree the number of its leaf.
         leaves: detached tensors, and constants of any picklable type.
         needs_grad: for each leaf whether its gradient is wanted back.
         randomness: states of random generators that travel along; usually none.
     """
 
     spec: pytree.TreeSpec
+    places: tuple[int, ...]
     leaves: tuple[Any, ...]
     needs_grad: tuple[bool, ...]
     randomness: tuple[torch.Tensor, ...] = ()
@@ -30,18 +35,20 @@ class Cargo:
     @classmethod
     def of(cls, tree: Any) -> Cargo:
         """Detach a tree; the tensors still share their memory with it."""
-        leaves, spec = flatten(tree)
-        return cls(spec, tuple(_detached(leaf) for leaf in leaves), tuple(_needs_grad(leaf) for leaf in leaves))
+        every, spec = flatten(tree)
+        leaves, places = distinct(every)
+        return cls(spec, places, tuple(map(_detached, leaves)), tuple(map(_needs_grad, leaves)))
 
     def tree(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree again, with ``leaves`` in the place of its own if given."""
         if self.spec is _LEAF:
             return (self.leaves if leaves is None else leaves)[0]
-        return pytree.tree_unflatten(list(self.leaves if leaves is None else leaves), self.spec)
+        own = self.leaves if leaves is None else leaves
+        return pytree.tree_unflatten([own[place] for place in self.places], self.spec)
 
     def copied(self) -> Cargo:
-        """The same with fresh, contiguous memory."""
-        return Cargo(self.spec, tuple(_copied(leaf) for leaf in self.leaves), self.needs_grad)
+        """The same with fresh memory."""
+        return evolve(self, leaves=tuple(map(_copied, self.leaves)))
 
     @property
     def grad_bytes(self) -> int:
@@ -77,6 +84,21 @@ def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 _LEAF = pytree.tree_flatten(0)[1]
 
 
+def distinct(every: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Leaves without the repetitions of a tensor, and for each place the number of its leaf."""
+    leaves: list[Any] = []
+    places: list[int] = []
+    known: dict[int, int] = {}
+    for leaf in every:
+        place = len(leaves)
+        if isinstance(leaf, torch.Tensor):
+            place = known.setdefault(id(leaf), place)
+        if place == len(leaves):
+            leaves.append(leaf)
+        places.append(place)
+    return tuple(leaves), tuple(places)
+
+
 def _learn_dataclass(kind: type) -> bool:
     if not dataclasses.is_dataclass(kind) or kind in pytree.SUPPORTED_NODES:
         return False
@@ -93,4 +115,4 @@ def _needs_grad(leaf: Any) -> bool:
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, torch.Tensor) else leaf
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

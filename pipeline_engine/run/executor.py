@@ -14,7 +14,7 @@ from typing import Any, assert_never, cast
 import torch
 from attrs import define, evolve, field
 
-from pipeline_engine.errors import PeerFailedError
+from pipeline_engine.errors import DeadlineError, PeerFailedError
 from pipeline_engine.plan.actions import (
     Action,
     Backward,
@@ -36,21 +36,13 @@ from pipeline_engine.plan.lifetimes import reads
 from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.doing import Doing, describe, report
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
-from pipeline_engine.run.randomness import RandomState, carried, state_of
+from pipeline_engine.run.randomness import RandomState, alone, carried, state_of
 from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 from pipeline_engine.run.tracing import Recording
-
-
-def describe(action: Action) -> str:
-    """An action for a reader of an error: what is written in the program, and in words."""
-    match action:
-        case Forward(stage, m) | Backward(stage, m) | BackwardInput(stage, m) | BackwardWeight(stage, m):
-            return f"{action} ({type(action).__name__.lower()} of stage {stage}, microbatch {m})"
-        case _:
-            return str(action)
 
 
 @define(eq=False)
@@ -72,6 +64,7 @@ class Executor:
         verify: whether messages carry a checksum.
         seed: of the microbatches' own random numbers; None to draw from the default generators as they come.
         recording: notes when each action begins and ends, if anybody wants to know.
+        doing: tells other threads what is being performed.
 
     Attributes:
         retained: microbatches whose graphs outlive their backward.
@@ -92,6 +85,7 @@ class Executor:
     call: int
     verify: bool
     recording: Recording | None
+    doing: Doing
     on_yield: Callable[[int, Cargo], None] = field(init=False)
     retained: set[int] = field(init=False, factory=set)
     yielded: set[int] = field(init=False, factory=set)
@@ -109,11 +103,14 @@ class Executor:
                 raise failure.as_error()
             perform = self._perform if self.recording is None else self.recording.around(self._perform)
             for action in program:
+                self.doing.action = action
                 perform(action)
                 performed += 1
         except BaseException as error:
             self._tell(error, program[performed:])
             raise
+        finally:
+            self.doing.action = None
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -124,9 +121,9 @@ class Executor:
             case BackwardInput(stage, microbatch):
                 self._backward_input(stage, microbatch)
             case BackwardWeight(stage, microbatch):
-                self._weight_parts.pop((stage, microbatch)).run(retain_graph=microbatch in self.retained)
+                self._backward_weight(stage, microbatch)
             case Publish(microbatch):
-                self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)).copied())
+                self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)))
             case Yield(microbatch):
                 self._yield(microbatch)
             case Send(value, to_rank):
@@ -176,16 +173,26 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         given = self.microbatches[microbatch]
-        received = [self._read(Activation(before, microbatch)) for before in self.graph.before(stage)]
+        received = [self._received(Activation(before, microbatch)) for before in self.graph.before(stage)]
         inputs = given.inputs if stage == 0 else ()
         with self._randomness(stage, microbatch, received) as state_after:
             cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
-            cargo = evolve(cargo, randomness=state_after())
+            cargo = evolve(self._safe(cargo, stage), randomness=state_after())
         if ran is not None:
             self._ran[stage, microbatch] = ran
         self._keep(Activation(stage, microbatch), cargo)
         if not self.hands_out:
             self.microbatches.release(microbatch)
+
+    def _safe(self, cargo: Cargo, stage: int) -> Cargo:
+        """An output that its stage's next microbatch may overwrite; what is sent is copied in time anyway."""
+        waits_here = any(self.graph.rank_of[after] == self.rank for after in self.graph.after(stage))
+        return cargo.copied() if waits_here or stage == self.graph.last_stage else cargo
+
+    def _received(self, value: Value) -> Cargo:
+        """What a stage may use up: if others read it too, a copy."""
+        cargo: Cargo = self._read(value)
+        return cargo.copied() if value in self._values else cargo
 
     def _yield(self, microbatch: int) -> None:
         self.yielded.add(microbatch)
@@ -215,14 +222,26 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
-        self._keep_input_grads(stage, microbatch, ran.backward(grads, retain_graph=retain))
+        with self._recomputing():
+            per_argument = ran.backward(grads, retain_graph=retain)
+        self._keep_input_grads(stage, microbatch, per_argument)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
-        per_argument, part = ran.backward_input(grads, retain_graph=retain)
+        with self._recomputing():
+            per_argument, part = ran.backward_input(grads, retain_graph=retain)
         self._weight_parts[stage, microbatch] = part
         self.split_report[stage] = part.split.summary
         self._keep_input_grads(stage, microbatch, per_argument)
+
+    def _backward_weight(self, stage: int, microbatch: int) -> None:
+        part = self._weight_parts.pop((stage, microbatch))
+        with self._recomputing():
+            part.run(retain_graph=microbatch in self.retained)
+
+    def _recomputing(self) -> AbstractContextManager[object]:
+        """A backward may run forwards again, which draw numbers."""
+        return nullcontext() if self.seed is None else alone()
 
     def _take_ran(self, stage: int, microbatch: int) -> tuple[Ran, bool]:
         """What the forward left, and whether its graph must outlive the backward."""
@@ -246,7 +265,7 @@ class Executor:
     def _keep(self, value: Value, content: Any) -> None:
         if isinstance(value, Activation):
             self._sizes[value] = (len(content.leaves), content.grad_bytes)
-        if count := reads(value, self.rank, self.graph):
+        if count := reads(value, self.rank, self.graph, hand_out=self.hands_out):
             self._values[value] = (content, count)
 
     def _read(self, value: Value) -> Any:
@@ -283,6 +302,8 @@ class Executor:
     def _tell(self, error: BaseException, rest: Program) -> None:
         """Tell every rank of an exception, those first that wait for a message from here."""
         failing = describe(rest[0]) if rest else "the caller's code"
+        if isinstance(error, DeadlineError):
+            report(error, self.mailbox.transport)
         if not isinstance(error, PeerFailedError):
             error.add_note(f"while rank {self.rank} performed {failing}")
         failure = failure_of(self.rank, failing, error)

@@ -14,8 +14,21 @@ from pipeline_engine.run.stage import StageFunction
 from pipeline_engine.run.transports.base import Transport
 
 
+def check_kinds(transport: object, deadline: object) -> None:
+    """Raise UsageError unless there is a transport to tell other ranks of further mistakes, and a time to wait."""
+    if not isinstance(transport, Transport):
+        raise UsageError(f"transport is {transport!r}; pass for example pe.TorchTransport(process_group).")
+    if not isinstance(deadline, (int, float)) or not deadline > 0:
+        raise UsageError(f"deadline is {deadline!r}; it is a number of seconds, more than 0.")
+
+
 def check_fit(stages: Mapping[int, StageFunction], graph: StageGraph, transport: Transport) -> None:
     """Raise UsageError unless the stages are those of this rank, and the transport joins as many ranks as the graph."""
+    if not isinstance(stages, Mapping):
+        raise UsageError(f"stages is a {type(stages).__name__}; name this rank's stages by number: {{0: stage}}.")
+    for number, stage in stages.items():
+        if not callable(stage):
+            raise UsageError(f"stage {number} is a {type(stage).__name__}, which cannot be called.")
     if transport.num_ranks != graph.num_ranks:
         raise UsageError(
             f"the graph is for {graph.num_ranks} ranks, the transport joins {transport.num_ranks}; "

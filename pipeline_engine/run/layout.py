@@ -15,7 +15,8 @@ from torch.utils._pytree import TreeSpec
 
 from pipeline_engine.run.cargo import Cargo, flatten
 
-Shape = tuple[torch.dtype, torch.Size]
+Shape = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
+"""Dtype, sizes and strides of a tensor; no strides if it is contiguous."""
 
 _REMEMBERED = 4096  # layouts; microbatches that differ in their number of rows have different ones
 _PLAIN, _WITH_CONSTANTS = b"\0", b"\1"
@@ -27,13 +28,15 @@ class Layout:
 
     Attributes:
         spec: structure of the tree.
-        shapes: for each leaf dtype and shape, or None if it is no tensor.
+        places: for each place of the tree the number of its leaf.
+        shapes: for each leaf its shape, or None if it is no tensor.
         needs_grad: for each leaf whether its gradient is wanted back.
         random_shapes: of the states of random generators that travel along.
         constants: for each leaf its value, or None if it is a tensor.
     """
 
     spec: TreeSpec
+    places: tuple[int, ...]
     shapes: tuple[Shape | None, ...]
     needs_grad: tuple[bool, ...]
     random_shapes: tuple[Shape, ...]
@@ -44,9 +47,10 @@ class Layout:
         """The layout of a cargo."""
         return cls(
             cargo.spec,
+            cargo.places,
             tuple(shape_of(leaf) for leaf in cargo.leaves),
             cargo.needs_grad,
-            tuple((state.dtype, state.shape) for state in cargo.randomness),
+            tuple((state.dtype, state.shape, None) for state in cargo.randomness),
             tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in cargo.leaves),
         )
 
@@ -63,12 +67,26 @@ class Layout:
 
 
 def shape_of(leaf: Any) -> Shape | None:
-    """Dtype and shape of a tensor; None for anything else."""
-    return (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else None
+    """The shape of a tensor; None for anything else."""
+    return (leaf.dtype, leaf.shape, strides_of(leaf)) if isinstance(leaf, torch.Tensor) else None
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides that keep the order of the dimensions in memory, without gaps; None for a contiguous tensor."""
+    return None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _packed(layout: Layout) -> bytes:
-    return pickle.dumps((_skeleton(layout), layout.shapes, layout.needs_grad, layout.random_shapes, layout.constants))
+    return pickle.dumps(
+        (
+            _skeleton(layout),
+            layout.places,
+            layout.shapes,
+            layout.needs_grad,
+            layout.random_shapes,
+            layout.constants,
+        )
+    )
 
 
 def _unpacked(data: bytes) -> Layout:
@@ -82,7 +100,7 @@ _unpacked_once = lru_cache(_REMEMBERED)(_unpacked)
 
 def _skeleton(layout: Layout) -> Any:
     """What tells the structure: the tree with numbers for leaves, or its spec if the tree does not take numbers."""
-    cargo = Cargo(layout.spec, tuple(range(len(layout.shapes))), layout.needs_grad)
+    cargo = Cargo(layout.spec, layout.places, tuple(range(len(layout.shapes))), layout.needs_grad)
     try:
         return cargo.tree()
     except Exception:  # a dataclass that checks its fields may raise anything

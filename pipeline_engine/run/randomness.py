@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Literal
 
@@ -75,7 +75,13 @@ def is_per_microbatch(rng: Rng, graph: StageGraph) -> bool:
 
 def draw_seed() -> int:
     """A seed for all microbatches of a call, from the caller's generator."""
-    return int(torch.randint(2**62, ()))
+    with alone():
+        return int(torch.randint(2**62, ()))
+
+
+def alone() -> AbstractContextManager[bool]:
+    """A context in which no other thread draws: a backward that recomputes a forward sets its state for a while."""
+    return _GENERATORS
 
 
 def state_of(seed: int, microbatch: int) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import define, frozen
 
-from pipeline_engine.run.cargo import Cargo, Grads, flatten
+from pipeline_engine.run.cargo import Cargo, Grads, distinct, flatten
 from pipeline_engine.run.split import WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
@@ -78,7 +78,7 @@ class Ran:
 
     Attributes:
         arguments: those that were received.
-        outputs: leaves of what the stage returned; the tensors hold the graph.
+        outputs: leaves of what the stage returned, each once; the tensors hold the graph.
     """
 
     arguments: tuple[Argument, ...]
@@ -102,7 +102,7 @@ class Ran:
         if split.deferred:
             part = run_input_part(split, roots, root_grads, anchors)
         else:
-            part = WeightPart(split, {})
+            part = WeightPart(split)
             if roots:
                 torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
         return tuple(argument.grads for argument in self.arguments), part
@@ -137,4 +137,4 @@ def run_forward(
     arguments = tuple(receive(cargo, differentiate=keep) for cargo in received)
     returned = stage(*(argument.tree for argument in arguments), *inputs, **shared)
     cargo = Cargo.of(returned)
-    return cargo, Ran(arguments, tuple(flatten(returned)[0])) if keep else None
+    return cargo, Ran(arguments, distinct(flatten(returned)[0])[0]) if keep else None

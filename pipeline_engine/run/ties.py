@@ -94,6 +94,7 @@ class Ties:
     deadline: float
     _copies: Mapping[str, _Copies]
     channels: tuple[Channel, ...]
+    _sums: int = field(init=False, default=0)
 
     @classmethod
     def agree(cls, ties: Iterable[Tie], graph: StageGraph, transport: Transport, *, deadline: float) -> Ties:
@@ -127,6 +128,7 @@ class Ties:
 
     def add_up(self) -> None:
         """Sum the gradients of all ties over their owners.  Every rank calls it at the same point."""
+        self._sums += 1
         for number, copies in enumerate(self._copies.values()):
             if copies.parameters:
                 copies.accumulate(_sum(self._exchange(number, copies)))
@@ -136,17 +138,20 @@ class Ties:
         rank, own = self.transport.rank, copies.own()
         parameter = copies.parameters[0]
         room = wire.FIRST_BYTES + parameter.numel() * parameter.element_size()
-        (message,) = wire.encode_grads((own,), wire.Stamp(number), limit=room)
+        (message,) = wire.encode_grads((own,), self._stamp(number), limit=room)
         others = [owner for owner in copies.owners if owner != rank]
         posted = [self.transport.receive(Channel(owner, rank, f"t{number}"), room) for owner in others]
         sent = [self.transport.send(Channel(rank, owner, f"t{number}"), message, room=room) for owner in others]
         for handle in (*posted, *sent):
             self.transport.wait(handle, deadline=self.deadline)
         given = {
-            owner: wire.decode_grads(handle.buffer, wire.Stamp(number))[0]
+            owner: wire.decode_grads(handle.buffer, self._stamp(number))[0]
             for owner, handle in zip(others, posted, strict=True)
         } | {rank: own}
         return [grad for owner in copies.owners if (grad := given[owner]) is not None]
+
+    def _stamp(self, number: int) -> wire.Stamp:
+        return wire.Stamp(number, self._sums)
 
 
 def _by_name(ties: Iterable[Tie], graph: StageGraph, rank: int) -> dict[str, Mapping[int, torch.nn.Parameter]]:

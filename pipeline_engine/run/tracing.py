@@ -129,7 +129,7 @@ class Tracer:
         self._recordings: deque[Recording] = deque(maxlen=calls)
 
     def begin(self, schedule: Schedule, microbatches: Microbatches) -> Recording:
-        """The pipeline begins a call."""
+        """The pipeline calls this when a call begins: ``schedule`` will be performed on ``microbatches``."""
         clock = CudaClock() if torch.cuda.is_initialized() else HostClock()  # type: ignore[no-untyped-call]
         self._recordings.append(Recording(schedule, microbatches, clock))
         return self._recordings[-1]

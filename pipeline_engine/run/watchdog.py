@@ -40,6 +40,9 @@ class Master(Protocol):
     def on_interrupt(self) -> None:
         """Ctrl-C was pressed while ``doorbell`` was the wakeup descriptor of signals."""
 
+    def state(self) -> bytes:
+        """What this rank does and waits for."""
+
 
 def pack_failure(failure: Failure) -> bytes:
     return json.dumps(asdict(failure)).encode()
@@ -68,6 +71,8 @@ class Watchdog:
     _failures: dict[int, Failure] = Factory(dict)
     _words: dict[tuple[int, int], dict[int, bytes]] = Factory(lambda: defaultdict(dict))
     _tallies: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _answers: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _questions: int = 0
     _alarm: float | None = None
     _closed: bool = False
     _selector: selectors.BaseSelector = Factory(selectors.DefaultSelector)
@@ -102,14 +107,21 @@ class Watchdog:
 
     def words(self, number: int) -> dict[int, bytes]:
         """What was said in exchange ``number`` of this epoch, by rank, as far as it was heard."""
-        return self._words[self.epoch, number]
+        with self._lock:  # two threads that both found nothing would make two dicts, and one word would be lost
+            return self._words[self.epoch, number]
+
+    def early_words(self, number: int) -> list[tuple[int, bytes]]:
+        """What peers have said in exchange ``number`` while this rank is not in it; never blocks."""
+        words = self._words.get((self.epoch, number), {})
+        return [] if self.rank in words else list(words.items())
 
     def forget_words(self, number: int) -> None:
         self._words.pop((self.epoch, number), None)
 
     def tallies(self) -> dict[int, bytes]:
         """What each rank has posted in this epoch, as far as it was told."""
-        return self._tallies[self.epoch]
+        with self._lock:
+            return self._tallies[self.epoch]
 
     def wait_until(self, over: Callable[[], bool], seconds: float) -> bool:
         """Block until ``over``, at most ``seconds``; whether it is."""
@@ -141,6 +153,16 @@ class Watchdog:
         with self._lock:
             self.words(number)[self.rank] = word
         self.tell_all(Kind.WORD, word, number)
+
+    def ask_all(self, seconds: float) -> dict[int, bytes]:
+        """What every rank that can be reached says that it does; those that do not answer in time are left out."""
+        self._questions += 1
+        answers = self._answers[self._questions]
+        answers[self.rank] = self._master.state()
+        self.tell_all(Kind.ASK, b"", self._questions)
+        self.wait_until(lambda: all(peer in answers or self.gone(peer) for peer in self._wires), seconds)
+        with self._lock:
+            return dict(sorted(self._answers.pop(self._questions).items()))
 
     def begin_epoch(self) -> None:
         """Forget this epoch; what ranks that are ahead have said of the next one stands."""
@@ -231,6 +253,11 @@ class Watchdog:
     def _note(self, peer: int, frame: Frame) -> None:
         if frame.kind is Kind.GOODBYE:
             self._left[peer] = Failure(peer, "an unknown action", "it closed its transport", "")
+        elif frame.kind is Kind.ASK:
+            self._wires[peer].send(Frame(Kind.ANSWER, frame.epoch, frame.number, self._master.state()))
+        elif frame.kind is Kind.ANSWER:
+            if frame.number in self._answers:
+                self._answers[frame.number][peer] = frame.body
         elif frame.epoch < self.epoch:
             return  # settled already
         elif frame.kind is Kind.WORD:

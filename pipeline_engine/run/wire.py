@@ -23,7 +23,7 @@ from attrs import frozen
 
 from pipeline_engine.errors import TransportError
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned
-from pipeline_engine.run.layout import Layout, Shape, shape_of
+from pipeline_engine.run.layout import Layout, Shape, shape_of, strides_of
 from pipeline_engine.run.transports.base import Failure
 
 FIRST_BYTES = 16 * 1024
@@ -99,7 +99,7 @@ def decode_cargo(message: torch.Tensor, stamp: Stamp) -> Cargo:
     leaves = tuple(
         next(tensors) if shape else constant for shape, constant in zip(layout.shapes, layout.constants, strict=True)
     )
-    return Cargo(layout.spec, leaves, layout.needs_grad, tuple(tensors))
+    return Cargo(layout.spec, layout.places, leaves, layout.needs_grad, tuple(tensors))
 
 
 def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
@@ -117,7 +117,7 @@ def _parts(
     message = torch.empty(total, dtype=torch.uint8)
     _write(message, ALIGNMENT, description)
     for tensor in tensors:
-        _place(message, body, tensor.dtype, tensor.shape).copy_(tensor)
+        _place(message, body, tensor.dtype, tensor.shape, strides_of(tensor)).copy_(tensor)
         body += aligned(tensor.numel() * tensor.element_size())
     checksum = _checksum(message, total) if stamp.verify else 0
     rest = (checksum, stamp.call, stamp.microbatch, len(description), total)
@@ -144,12 +144,14 @@ def _read(buffer: torch.Tensor, offset: int, length: int) -> bytes:
     return ctypes.string_at(buffer.data_ptr() + offset, length)
 
 
-def _place(buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+def _place(
+    buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...] | None
+) -> torch.Tensor:
     """A tensor in the memory of ``buffer`` that is no view to autograd, so that it may be changed in place."""
     tensor = torch.empty(0, dtype=dtype)
     if offset + shape.numel() * dtype.itemsize > buffer.numel():
         raise TransportError(f"a message of {buffer.numel()} bytes announces {dtype} {list(shape)} at {offset}.")
-    return tensor.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape)  # type: ignore[call-overload,no-any-return]
+    return tensor.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, strides or ())
 
 
 class _Prefix(NamedTuple):

@@ -1,4 +1,4 @@
-"""Independent truth about numbers: one process, a list of stages, plain autograd, one backward per microbatch."""
+"""Independent truth about numbers: one process, a graph of stages, plain autograd, one backward per microbatch."""
 
 from __future__ import annotations
 
@@ -40,21 +40,36 @@ def run_plain(
     inputs: Sequence[tuple[Any, ...]],
     shared: Sequence[Mapping[str, Any]],
     loss: Callable[[Any, int], torch.Tensor],
+    before: Callable[[int], Sequence[int]] = lambda stage: (stage - 1,),
 ) -> Plain:
-    """Run every microbatch by itself."""
+    """Run every microbatch by itself.
+
+    Args:
+        stages: in the order of their numbers.
+        inputs: for each microbatch the arguments of stage 0.
+        shared: for each microbatch the keywords of every stage.
+        loss: of the last stage's output and the number of the microbatch; without history it has no backward.
+        before: for a stage other than 0 those whose output it takes; a chain unless it is given.
+    """
     plain = Plain([], [], [])
     for microbatch, (given, keywords) in enumerate(zip(inputs, shared, strict=True)):
-        value = stages[0](*given, **keywords)
-        for stage in stages[1:]:
-            value = stage(value, **keywords)
-        plain.outputs.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
+        values = [stages[0](*given, **keywords)]
+        for number, stage in enumerate(stages[1:], 1):
+            values.append(stage(*(values[other] for other in before(number)), **keywords))
+        value = values[-1]
+        plain.outputs.append(_leaf(value) if isinstance(value, torch.Tensor) else value)
         lost = loss(value, microbatch)
-        lost.backward()
+        if lost.requires_grad:
+            lost.backward()
         plain.losses.append(lost.detach())
         plain.gradients.append([gradients_of(stage) for stage in stages])
         for stage in stages:
             stage.zero_grad(set_to_none=True)
     return plain
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def gradients_of(stage: nn.Module) -> Gradients:

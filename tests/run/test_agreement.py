@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import pipeline_engine as pe
-from pipeline_engine.run.agreement import agree
+from pipeline_engine.run import agreement
+from pipeline_engine.run.agreement import Word, agree
 from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.testing import run_ranks_in_threads
-from tests.run.playing import ROWS, Rank, batch, loss_of, on_ranks
+from tests.run.playing import ROWS, Layer, Rank, batch, loss_of, on_ranks
 
 Caller = Callable[[pe.Pipeline], Any]
 
@@ -31,6 +32,21 @@ Caller = Callable[[pe.Pipeline], Any]
             "grad mode: rank 0 has True, rank 1 has False",
             lambda p: p.stream([]),
             torch.no_grad()(lambda p: p.stream([])),
+        ),
+        (
+            r"inputs of microbatch 1: rank 0 has 'float32\[1, 8\]', rank 1 has 'float32\[2, 8\]'",
+            lambda p: p.forward(batch([1, 1])),
+            lambda p: p.forward(batch([1, 2])),
+        ),
+        (
+            r"inputs of microbatch 0: rank 0 has 'float32\[1, 8\]', rank 1 has 'bfloat16\[1, 8\]'",
+            lambda p: p.stream([pe.Microbatch((torch.zeros(1, 8),))]),
+            lambda p: p.stream([pe.Microbatch((torch.zeros(1, 8, dtype=torch.bfloat16),))]),
+        ),
+        (
+            r"shared 'mask' of microbatch 0: rank 0 has 'bool\[3\]', rank 1 has 'bool\[4\]'",
+            lambda p: p.stream([pe.Microbatch(shared={"mask": torch.ones(3, dtype=torch.bool)})]),
+            lambda p: p.stream([pe.Microbatch(shared={"mask": torch.ones(4, dtype=torch.bool)})]),
         ),
     ],
 )
@@ -59,10 +75,89 @@ def test_every_rank_is_told_the_same_of_several_disagreements() -> None:
     def on_rank(transport: Transport) -> str:
         word = {f"thing {number}": transport.rank for number in range(20)}
         with pytest.raises(pe.UsageError) as caught:
-            agree(transport, word, deadline=20)
+            agree(transport, Word(word, {}, None), deadline=20)
         return str(caught.value)
 
     told = run_ranks_in_threads(on_rank, 3)
     assert set(told) == {
         "ranks disagree on the thing 0: rank 0 has 0, rank 1 has 1; every rank of a pipeline makes the same calls."
     }
+
+
+@pytest.mark.parametrize("other", ["gpipe", "zb-h1"])
+def test_ranks_with_different_schedules_find_out_before_anything_moves(other: str) -> None:
+    def on_rank(transport: Transport) -> None:
+        rank = Rank(transport, other if transport.rank else "1f1b")
+        with pytest.raises(pe.UsageError, match=f"the schedule: rank 0 has '1f1b', rank 1 has '{other}'"):
+            rank.train(ROWS)
+        assert not rank.log
+        rank.pipeline.close()
+
+    run_ranks_in_threads(on_rank, 2)
+
+
+def test_schedules_of_one_name_with_different_programs_are_told_apart() -> None:
+    def on_rank(transport: Transport) -> None:
+        graph = pe.StageGraph.chain(2, 2)
+        stages = {transport.rank: Layer(transport.rank)}
+        for differ, words in (({"max_in_flight": 1 + transport.rank}, "max_in_flight: rank 0 has 1, rank 1 has 2"),):
+            pipeline = pe.Pipeline(stages, graph=graph, schedule="1f1b", transport=transport, **differ)
+            with pytest.raises(pe.UsageError, match=words):
+                pipeline.stream(batch(ROWS))
+        pipeline.close()
+
+    run_ranks_in_threads(on_rank, 2)
+
+
+def test_what_a_rank_does_not_pass_is_not_compared() -> None:
+    """Inputs are read on the first stage's rank only."""
+
+    def on_rank(rank: Rank) -> None:
+        data = batch(ROWS)
+        if rank.number:
+            data = [pe.Microbatch(shared=each.shared) for each in data]
+        for item in rank.pipeline.stream(data):
+            loss_of(item.outputs, item.index).backward()
+        rank.check_gradients(range(len(ROWS)), ROWS)
+
+    on_ranks(on_rank, 3)
+
+
+def test_a_rank_that_cannot_plan_a_call_is_named_and_the_running_stream_goes_on() -> None:
+    def on_rank(rank: Rank) -> None:
+        for item in rank.pipeline.stream(batch(ROWS)):
+            if item.index == 2 and rank.number == 1:
+                with pytest.raises(pe.UsageError, match="the number of microbatches is unknown"):
+                    rank.pipeline.forward(iter([]))
+            elif item.index == 2:
+                with pytest.raises(
+                    pe.PeerFailedError, match="rank 1 failed while it performed the planning of forward"
+                ):
+                    rank.pipeline.forward([])
+            loss_of(item.outputs, item.index).backward()
+        rank.check_gradients(range(len(ROWS)), ROWS)
+
+    on_ranks(on_rank, 3)
+
+
+# Who strays.
+
+
+def word(past: dict[int, bytes]) -> bytes:
+    return agreement._packed(Word({"entry point": "flush", "history of call 0": "theirs"}, past, None))
+
+
+@pytest.mark.parametrize("theirs", [b"aaaabbbb", b"aaaabbbbcccc"])
+def test_a_rank_that_has_done_all_that_this_one_has_may_only_be_faster(theirs: bytes) -> None:
+    assert agreement.strayed(1, word({0: theirs}), {0: (b"aaaabbbb", "ours")}) is None
+    assert agreement.strayed(1, word({}), {0: (b"aaaabbbb", "ours")}) is None
+    assert agreement.strayed(1, b"of another exchange", {0: (b"aaaabbbb", "ours")}) is None
+
+
+@pytest.mark.parametrize("theirs", [b"", b"aaaa", b"aaaaxxxxcccc"])
+def test_a_rank_that_is_in_its_next_call_and_has_done_less_or_something_else_has_strayed(theirs: bytes) -> None:
+    failure = agreement.strayed(1, word({0: theirs}), {0: (b"aaaabbbb", "ours")})
+    assert failure is not None and failure.rank == 1
+    assert failure.cause == (
+        "it is in its next call, flush, and has left call 0 after theirs; other ranks are still in it, after ours"
+    )

@@ -271,5 +271,5 @@ def test_an_exception_in_the_loop_body_reaches_the_caller_unchanged_and_every_ot
             return str(error)
         return "nothing"
 
-    told = "rank 1 failed while it performed the caller's code: ZeroDivisionError: the caller's own"
+    told = "rank 1 failed while it performed the caller's code since microbatch 2: ZeroDivisionError: the caller's own"
     assert run_ranks_in_threads(on_rank, 3) == [told, "the caller's own", told]

@@ -63,16 +63,24 @@ def test_a_tree_is_the_same_after_it_was_cargo(tree: Any) -> None:
 def test_cargo_has_no_history_and_remembers_what_wants_a_gradient(tree: Any) -> None:
     cargo = Cargo.of(tree)
     originals, _ = flatten(tree)
-    assert cargo.needs_grad == tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in originals)
+    needed = [cargo.needs_grad[place] for place in cargo.places]
+    assert needed == [isinstance(x, torch.Tensor) and x.requires_grad for x in originals]
     assert not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in cargo.leaves)
 
 
-def test_a_copy_has_memory_of_its_own_and_is_contiguous() -> None:
+def test_a_copy_has_memory_of_its_own_and_the_same_strides() -> None:
     strided = torch.arange(6.0).view(2, 3).T
-    cargo = Cargo.of((strided, strided))
+    cargo = Cargo.of((strided, strided[:]))
     first, second = cargo.copied().leaves
     first.zero_()
-    assert first.is_contiguous() and torch.equal(second, strided) and strided.sum() == 15
+    assert first.stride() == strided.stride() and torch.equal(second, strided) and strided.sum() == 15
+
+
+def test_a_tensor_that_stands_in_several_places_is_one_leaf() -> None:
+    tensor, other = torch.ones(2), torch.ones(2)
+    cargo = Cargo.of({"a": tensor, "b": [other, tensor]})
+    tree = cargo.copied().tree()
+    assert len(cargo.leaves) == 2 and tree["a"] is tree["b"][1] and tree["a"] is not tree["b"][0]
 
 
 def test_an_ordered_dict_stays_one() -> None:
@@ -82,7 +90,7 @@ def test_an_ordered_dict_stays_one() -> None:
 
 def test_gradients_are_counted_for_leaves_that_want_one_each_padded() -> None:
     wanted = torch.ones(3, requires_grad=True)
-    assert Cargo.of((wanted, torch.ones(1000), wanted)).grad_bytes == 2 * ALIGNMENT
+    assert Cargo.of((wanted, torch.ones(1000), wanted * 1, wanted)).grad_bytes == 2 * ALIGNMENT
 
 
 @given(st.integers(0, 10**9))

@@ -12,6 +12,8 @@ from pipeline_engine.run.randomness import RandomState, carried, state_of
 from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.testing import run_ranks_in_threads
 from tests.run.playing import DEADLINE, WIDTH, batch, loss_of
+from tests.run.processes import Crash, run_in_processes
+from tests.strategies import chain_for
 
 LAYERS = 4
 ROWS = [3, 1, 4, 2, 5]
@@ -47,23 +49,38 @@ def gradients(
     num_ranks: int, schedule: str = "1f1b", *, recompute: bool = False, invalidate: bool = False
 ) -> list[torch.Tensor]:
     """The gradients of all layers after one stream, on a model cut into ``num_ranks`` stages."""
-    per_stage = LAYERS // num_ranks
 
-    def on_rank(transport: Transport) -> list[torch.Tensor]:
-        rank = transport.rank
-        stage = Stage(range(rank * per_stage, (rank + 1) * per_stage), recompute)
-        graph = pe.StageGraph.chain(num_ranks, num_ranks)
-        with pe.Pipeline(
-            {rank: stage}, graph=graph, schedule=schedule, transport=transport, deadline=DEADLINE, rng="per-microbatch"
-        ) as pipeline:
-            for item in pipeline.stream(batch(ROWS)):
-                loss_of(item.outputs, item.index).backward()
-                if invalidate:
-                    pipeline.invalidate()
-        return [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
+    def on_rank(transport: Transport) -> dict[int, list[torch.Tensor]]:
+        stages, graph = cut_for(schedule, num_ranks, transport.rank, recompute=recompute)
+        return train(stages, graph, schedule, transport, invalidate=invalidate)
 
     torch.manual_seed(7)
-    return [grad for grads in run_ranks_in_threads(on_rank, num_ranks) for grad in grads]
+    found = {stage: grads for rank in run_ranks_in_threads(on_rank, num_ranks) for stage, grads in rank.items()}
+    return [grad for _, grads in sorted(found.items()) for grad in grads]
+
+
+def cut_for(schedule: str, num_ranks: int, rank: int, *, recompute: bool) -> tuple[dict[int, Stage], pe.StageGraph]:
+    """The model in equal pieces, as many as the schedule has stages, and the pieces of one rank."""
+    graph = chain_for(schedule, num_ranks)
+    each = LAYERS // graph.num_stages
+    return {stage: Stage(range(stage * each, (stage + 1) * each), recompute) for stage in graph.stages_of(rank)}, graph
+
+
+def train(
+    stages: dict[int, Stage], graph: pe.StageGraph, schedule: str, transport: Transport, *, invalidate: bool = False
+) -> dict[int, list[torch.Tensor]]:
+    """The gradients of each stage's layers after one stream."""
+    with pe.Pipeline(
+        stages, graph=graph, schedule=schedule, transport=transport, deadline=DEADLINE, rng="per-microbatch"
+    ) as pipeline:
+        for item in pipeline.stream(batch(ROWS)):
+            loss_of(item.outputs, item.index).backward()
+            if invalidate:
+                pipeline.invalidate()
+    return {
+        number: [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
+        for number, stage in stages.items()
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -134,3 +151,39 @@ def test_an_unknown_keyword_is_refused() -> None:
             )
 
     run_ranks_in_threads(on_rank, 1)
+
+
+@pytest.mark.parametrize("schedule, num_ranks", [("zb-h1", 2), ("zb-h1", 4), ("zb-v", 2), ("dualpipe-v", 2)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_split_backwards_draw_the_masks_of_one_process(schedule: str, num_ranks: int, recompute: bool) -> None:
+    whole = gradients(1)
+    for found, expected in zip(gradients(num_ranks, schedule, recompute=recompute), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
+
+
+def gradients_in_process(rank: int, schedules: list[str]) -> list[dict[int, list[torch.Tensor]]]:
+    found = []
+    for schedule in schedules:
+        torch.manual_seed(7 if rank == 0 else 100 + rank)
+        stages, graph = cut_for(schedule, 2, rank, recompute=True)
+        found.append(train(stages, graph, schedule, pe.TorchTransport()))
+    return found
+
+
+def test_in_processes_masks_depend_on_the_first_ranks_seed_only() -> None:
+    schedules = ["1f1b", "zb-h1"]
+    ranks = run_in_processes(gradients_in_process, 2, schedules)
+    for rank in ranks:
+        assert not isinstance(rank, Crash), rank
+    whole = gradients(1)
+    for index in range(len(schedules)):
+        found = [grad for rank in ranks for grads in rank[index].values() for grad in grads]
+        assert all(torch.equal(mine, expected) for mine, expected in zip(found, whole, strict=True))
+
+
+def test_in_threads_a_backward_that_recomputes_has_the_generator_to_itself() -> None:
+    """Ten times, since a race does not show each time."""
+    whole = gradients(1)
+    for _ in range(10):
+        found = gradients(4, recompute=True)
+        assert all(torch.equal(mine, expected) for mine, expected in zip(found, whole, strict=True))

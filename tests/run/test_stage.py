@@ -13,7 +13,10 @@ from torch import nn
 import pipeline_engine as pe
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.stage import receive, run_forward
-from tests.run.playing import WIDTH, Layer, Rank, on_ranks
+from pipeline_engine.run.transports.base import Transport
+from pipeline_engine.testing import run_ranks_in_threads
+from tests.run.playing import ROWS, WIDTH, Layer, Rank, batch, on_ranks, plain
+from tests.run.processes import run_in_processes
 
 Function = Callable[..., Any]
 
@@ -256,3 +259,35 @@ def test_a_stage_called_with_the_wrong_arguments_raises_its_own_error(inputs: tu
         return type(caught.value).__name__
 
     assert on_ranks(on_rank) == ["TypeError", "PeerFailedError"]
+
+
+class Recycling(Layer):
+    """A stage that writes every output into one buffer, over the last one, which may still be on its way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.buffer = torch.empty(ROWS[-1], WIDTH)
+
+    def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
+        with torch.no_grad():
+            buffer = self.buffer[: x.shape[0]]
+            buffer.copy_(super().forward(x, number=number))
+        return buffer
+
+
+def recycle(transport: Transport) -> None:
+    rank = Rank(transport, "gpipe", Recycling)
+    rows = [ROWS[-1]] * 4
+    with torch.no_grad(), rank.pipeline:
+        for output, true in zip(rank.pipeline.forward(batch(rows)), plain(3, rows).outputs, strict=True):
+            assert torch.equal(output, true)
+
+
+def recycle_in_process(rank: int) -> None:
+    recycle(pe.TorchTransport())
+
+
+def test_a_tensor_that_is_overwritten_while_it_is_sent_was_copied_before() -> None:
+    """Messages too large to be handed to the kernel, whose bytes the transport reads late."""
+    run_ranks_in_threads(recycle, 3)
+    assert run_in_processes(recycle_in_process, 3) == [None] * 3

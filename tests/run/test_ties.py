@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import pipeline_engine as pe
 from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.testing import run_ranks_in_threads
 from tests.run.playing import DEADLINE, WIDTH, batch, loss_of
+from tests.run.processes import Crash, run_in_processes
 
 ROWS = [3, 1, 4, 2]
 
@@ -117,3 +120,57 @@ def test_a_tie_names_parameters_of_its_own_rank() -> None:
 def test_an_empty_tie_is_refused() -> None:
     with pytest.raises(pe.UsageError, match="names no parameter"):
         pe.tie("ends", {})
+
+
+def layers_in_process(rank: int, schedule: str, placement: Any) -> dict[int, torch.Tensor | None]:
+    graph = pe.StageGraph.chain(2 if placement == "straight" else 4, 2, placement)
+    stages = {stage: tied_layer(stage, graph.num_stages) for stage in graph.stages_of(rank)}
+    mine = {stage: layer.weight for stage, layer in stages.items() if stage in (0, graph.last_stage)}
+    with pe.Pipeline(
+        stages,
+        graph=graph,
+        schedule=schedule,
+        transport=pe.TorchTransport(),
+        deadline=DEADLINE,
+        ties=[pe.tie("ends", mine)] if mine else [],
+    ) as pipeline:
+        for _ in range(2):
+            pipeline.step(batch(ROWS), loss_of)
+            pipeline.flush()
+    return {stage: layer.weight.grad for stage, layer in stages.items()}
+
+
+@pytest.mark.parametrize("schedule, placement", [("1f1b", "straight"), ("zb-v", "vee"), ("interleaved", "looped")])
+def test_copies_in_different_processes_get_the_sum_too(schedule: str, placement: str) -> None:
+    """In a vee both ends are on one rank, so that nothing need be sent."""
+    ranks = run_in_processes(layers_in_process, 2, schedule, placement)
+    for rank in ranks:
+        assert not isinstance(rank, Crash), rank
+    found = {stage: grad for rank in ranks for stage, grad in rank.items()}
+    for stage, expected in enumerate(gradients_of_one_process(len(found), passes=2)):
+        torch.testing.assert_close(found[stage], expected, rtol=1e-6, atol=1e-6, msg=f"stage {stage}")
+    assert torch.equal(found[0], found[len(found) - 1])
+
+
+def test_gradients_that_were_there_before_are_kept_and_not_sent() -> None:
+    def on_rank(transport: Transport) -> torch.Tensor | None:
+        layer = tied_layer(transport.rank, 2)
+        layer.weight.grad = torch.full((WIDTH, WIDTH), 1.0 + transport.rank)
+        graph = pe.StageGraph.chain(2, 2)
+        ties = [pe.tie("ends", {transport.rank: layer.weight})]
+        with pe.Pipeline({transport.rank: layer}, graph=graph, schedule="1f1b", transport=transport, ties=ties) as p:
+            for item in p.stream(batch(ROWS)):
+                loss_of(item.outputs, item.index).backward()
+        return layer.weight.grad
+
+    expected = gradients_of_one_process(2, passes=1)[0]
+    assert expected is not None
+    for rank, grad in enumerate(run_ranks_in_threads(on_rank, 2)):
+        torch.testing.assert_close(grad, expected + 1.0 + rank, rtol=1e-6, atol=1e-5)
+
+
+def test_a_name_is_given_to_one_tie_only() -> None:
+    transport = pe.MemoryTransport.connect(1)[0]
+    ties = [pe.tie("ends", {0: torch.nn.Parameter(torch.zeros(2))}) for _ in range(2)]
+    with pytest.raises(pe.UsageError, match="tie 'ends' is given twice on rank 0"):
+        pe.Pipeline({0: Layer(0)}, graph=pe.StageGraph.chain(1, 1), schedule="1f1b", transport=transport, ties=ties)

@@ -35,9 +35,6 @@ from pipeline_engine.plan.numbering import Numbering, numbering_of
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.values import Output, OutputGrad, Value
 
-_Message = tuple[int, int, int]
-"""The number of a value, the rank that it comes from, and the rank that it goes to."""
-
 
 def check_rendezvous(schedule: Schedule) -> None:
     """Perform a lowered schedule.
@@ -83,28 +80,26 @@ def _pass_barrier(ranks: list[_Rank]) -> list[_Rank]:
 
 @define(eq=False)
 class _Traffic:
-    """Messages between all ranks, and who waits for one."""
+    """Messages between all ranks, by number, and who waits for one."""
 
-    sent: set[_Message] = field(factory=set)
-    posted: set[_Message] = field(factory=set)
-    waiting: dict[tuple[bool, _Message], int] = field(factory=dict)  # by whether it must be sent, and what: a rank
-    outstanding: defaultdict[int, dict[_Message, Value]] = field(factory=lambda: defaultdict(dict))  # by receiver
+    sent: set[int] = field(factory=set)
+    posted: set[int] = field(factory=set)
+    receiving: dict[int, int] = field(factory=dict)  # by message that must be sent: the rank that waits
+    sending: dict[int, int] = field(factory=dict)  # by message that must be posted: the rank that waits
+    outstanding: defaultdict[int, dict[int, PostRecv]] = field(factory=lambda: defaultdict(dict))  # by receiver
 
-    def send(self, message: _Message) -> list[int]:
+    def send(self, message: int, target: int) -> list[int]:
         """A message is sent; returns the ranks that can go on."""
         self.sent.add(message)
-        self.outstanding[message[2]].pop(message, None)
-        return self._woken((True, message))
+        self.outstanding[target].pop(message, None)
+        return [self.receiving.pop(message)] if message in self.receiving else []
 
-    def post(self, message: _Message, value: Value) -> list[int]:
+    def post(self, message: int, target: int, action: PostRecv) -> list[int]:
         """A message's receive is posted; returns the ranks that can go on."""
         self.posted.add(message)
         if message not in self.sent:
-            self.outstanding[message[2]][message] = value
-        return self._woken((False, message))
-
-    def _woken(self, key: tuple[bool, _Message]) -> list[int]:
-        return [self.waiting.pop(key)] if key in self.waiting else []
+            self.outstanding[target][message] = action
+        return [self.sending.pop(message)] if message in self.sending else []
 
 
 @define(eq=False)
@@ -174,10 +169,10 @@ class _Rank:
 
     def check_quiet(self) -> None:
         """Law 8, at a yield."""
-        for (_, source, _), value in self.traffic.outstanding[self.rank].items():
+        for post in self.traffic.outstanding[self.rank].values():
             raise ScheduleError(
-                f"rank {self.rank} step {self.step}   {self.head}: the receive of {value} is outstanding and rank "
-                f"{source} sends it only later; at a yield no such receive may hang on the caller's code."
+                f"rank {self.rank} step {self.step}   {self.head}: the receive of {post.value} is outstanding and rank "
+                f"{post.from_rank} sends it only later; at a yield no such receive may hang on the caller's code."
             )
 
     def check_freed(self) -> None:
@@ -237,28 +232,29 @@ class _Rank:
         if number not in self._reads_left:
             return False
         self._read(number, action)
-        self.woken += self.traffic.send((number, self.rank, action.to_rank))
+        message = self.numbering.message(action.value, self.rank, action.to_rank)
+        self.woken += self.traffic.send(message, action.to_rank)
         return True
 
     def _post(self, action: PostRecv) -> bool:
         if not all(map(self._has, sized_by(action.value, self.rank, self.numbering.graph))):
             return False
-        message = (self.numbering.number(action.value), action.from_rank, self.rank)
-        self.woken += self.traffic.post(message, action.value)
+        message = self.numbering.message(action.value, action.from_rank, self.rank)
+        self.woken += self.traffic.post(message, self.rank, action)
         return True
 
     def _wait_receive(self, action: WaitRecv) -> bool:
-        message = (self.numbering.number(action.value), action.from_rank, self.rank)
+        message = self.numbering.message(action.value, action.from_rank, self.rank)
         if message not in self.traffic.sent:
-            self.traffic.waiting[True, message] = self.rank
+            self.traffic.receiving[message] = self.rank
             return False
-        self._make(message[0], action)
+        self._make(self.numbering.number(action.value), action)
         return True
 
     def _wait_send(self, action: WaitSend) -> bool:
-        message = (self.numbering.number(action.value), self.rank, action.to_rank)
+        message = self.numbering.message(action.value, self.rank, action.to_rank)
         if message not in self.traffic.posted:
-            self.traffic.waiting[False, message] = self.rank
+            self.traffic.sending[message] = self.rank
             return False
         return True
 

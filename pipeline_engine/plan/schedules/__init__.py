@@ -45,6 +45,12 @@ def build(name: str, graph: StageGraph, num_microbatches: int) -> Schedule:
 def generate(name: str, graph: StageGraph, num_microbatches: int) -> list[Iterator[Compute]]:
     """As ``build``, but each rank's program is generated while it is read, for plans that are too large to hold.
 
+    Args:
+        name, graph, num_microbatches: as ``build`` takes them.
+
+    Returns:
+        for each rank an iterator over its computing actions.
+
     Raises:
         As ``build``.
     """

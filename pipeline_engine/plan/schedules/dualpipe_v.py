@@ -25,17 +25,10 @@ def dualpipe_v(graph: StageGraph, num_microbatches: int, rank: int) -> Iterator[
     """The program of one rank, which owns a stage on the way down and one on the way up."""
     above, below = rank, graph.num_ranks - 1 - rank
     spare = max(0, num_microbatches - 2 * graph.num_ranks)
-    late = ("iI" * (above + 1))[above + 1 :] + "I" * below
+    late = ("iI" * (above + 1))[above + 1 :] + "I" * below  # inputs whose weights wait, oldest first
     weights = late.replace("i", "w").replace("I", "W")
-    pattern = (
-        "F" * (2 * below)
-        + "Ff" * (above + 1)
-        + "iwf" * below
-        + "FbfB" * (spare + above + 1)
-        + "bfB" * below
-        + ("bB" * (above + 1))[: above + 1]
-        + late[: above + 1]
-        + "".join(weight + "I" for weight in weights[:below])
-        + weights[below:]
-    )
-    return spell(pattern, graph.stages_of(rank), num_microbatches)
+    fill = "F" * (2 * below) + "Ff" * (above + 1) + "iwf" * below
+    steady = "FbfB" * (spare + above + 1) + "bfB" * below
+    whole, split = ("bB" * (above + 1))[: above + 1], late[: above + 1]
+    drain = whole + split + "".join(weight + "I" for weight in weights[:below]) + weights[below:]
+    return spell(fill + steady + drain, graph.stages_of(rank), num_microbatches)

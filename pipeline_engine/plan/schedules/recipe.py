@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
-from attrs import field, frozen
+from attrs import frozen
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import Compute
@@ -46,7 +46,7 @@ class Recipe:
     """
 
     program: Callable[[StageGraph, int, int], Iterator[Compute]]
-    demand: Demand = field()
+    demand: Demand
 
     @property
     def placement(self) -> Placement:

@@ -22,15 +22,7 @@ def zb_v(graph: StageGraph, num_microbatches: int, rank: int) -> Iterator[Comput
     """The program of one rank, which owns a stage on the way down and one on the way up."""
     above, below = rank, graph.num_ranks - 1 - rank
     spare = max(0, num_microbatches - 2 * graph.num_ranks + 1)
-    pattern = (
-        "F" * (2 * below + 1)
-        + "fF" * above
-        + "fiw" * (below + 1)
-        + "FIWfiw" * (spare + above)
-        + "IWfiw" * below
-        + "Ii" * above
-        + "IW" * (below + 1)
-        + "w" * above
-        + "W" * above
-    )
-    return spell(pattern, graph.stages_of(rank), num_microbatches)
+    fill = "F" * (2 * below + 1) + "fF" * above + "fiw" * (below + 1)
+    steady = "FIWfiw" * (spare + above) + "IWfiw" * below
+    drain = "Ii" * above + "IW" * (below + 1) + "w" * above + "W" * above
+    return spell(fill + steady + drain, graph.stages_of(rank), num_microbatches)

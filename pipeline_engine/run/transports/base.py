@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from attrs import field, frozen, validators
@@ -40,11 +41,28 @@ class Handle(ABC):
     buffer: torch.Tensor
 
 
+class Host(Protocol):
+    """The pipeline behind a transport.  It is asked from any thread, while its own may block."""
+
+    def state(self) -> bytes:
+        """What this rank does and waits for."""
+
+    def judge(self, peer: int, word: bytes) -> Failure | None:
+        """Whether rank ``peer`` has left what this rank is still in, to judge by its word in the next exchange."""
+
+
 class Transport(ABC):
-    """One rank's end of the channels of a pipeline."""
+    """One rank's end of the channels of a pipeline.
+
+    Attributes:
+        host: the pipeline, once there is one.
+        has_raised: whether a failure was raised to this rank's caller, so that a ``settle`` comes next.
+    """
 
     rank: int
     num_ranks: int
+    host: Host | None = None
+    has_raised: bool = False
 
     @abstractmethod
     def open(self, channels: Sequence[Channel], *, deadline: float) -> None:
@@ -86,6 +104,10 @@ class Transport(ABC):
             PeerFailedError: a rank failed or died instead of taking part.
             DeadlineError: some rank did not take part in ``deadline`` seconds; the message names it.
         """
+
+    def states(self, seconds: float) -> dict[int, bytes]:
+        """What the host of each rank says that it does; a rank that says nothing within ``seconds`` is left out."""
+        return {}
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:

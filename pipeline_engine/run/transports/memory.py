@@ -16,7 +16,7 @@ from attrs import Factory, define, field
 
 from pipeline_engine.errors import DeadlineError, TransportError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Failure, Handle, Transport
+from pipeline_engine.run.transports.base import Failure, Handle, Host, Transport
 
 
 @define(eq=False)
@@ -55,7 +55,7 @@ def _move(sent: _Message, received: _Message) -> None:
     if length > room:
         sent.problem = received.problem = f"{length} bytes were sent into a receive of {room} bytes"
         return
-    received.buffer[:length].copy_(sent.buffer)
+    received.buffer = received.buffer[:length].copy_(sent.buffer)
     sent.moved = received.moved = True
 
 
@@ -83,6 +83,7 @@ class _Hub:
     meetings: dict[int, _Meeting] = field(init=False)
     settling: _Meeting = field(init=False)
     closed: set[int] = Factory(set)
+    ends: dict[int, MemoryTransport] = Factory(dict)
     failure: Failure | None = None
     epoch: int = -1
 
@@ -122,18 +123,29 @@ class _Hub:
 
 @define(eq=False)
 class MemoryTransport(Transport):
-    """One rank's end of a hub in this process's memory; made by ``MemoryTransport.connect``."""
+    """One rank's end of a hub in this process's memory; made by ``MemoryTransport.connect``.
+
+    Attributes:
+        rank, num_ranks: which rank of how many.
+    """
 
     rank: int
     num_ranks: int
     _hub: _Hub
     _exchanges: int = field(default=0, init=False)
+    host: Host | None = field(default=None, init=False)
+    has_raised: bool = field(default=False, init=False)
 
     @classmethod
     def connect(cls, num_ranks: int) -> list[MemoryTransport]:
-        """Make the ends of all ranks, in rank order: one for each thread."""
+        """Make the ends of all ranks, in rank order: one for each thread.
+
+        Args:
+            num_ranks: number of ranks of the pipeline.
+        """
         hub = _Hub(num_ranks)
-        return [cls(rank, num_ranks, hub) for rank in range(num_ranks)]
+        hub.ends = {rank: cls(rank, num_ranks, hub) for rank in range(num_ranks)}
+        return list(hub.ends.values())
 
     def open(self, channels: Sequence[Channel], *, deadline: float) -> None:
         said = " ".join(map(str, channels))
@@ -168,14 +180,31 @@ class MemoryTransport(Transport):
         channel = handle.channel
         peers = [channel.source + channel.target - self.rank]
         with self._hub.changed:
-            self._hub.block(handle.over, lambda: peers, f"nothing moved on channel {channel}", deadline)
+            self._hub.block(
+                lambda: handle.over() or self._look_ahead(),
+                lambda: peers,
+                f"nothing moved on channel {channel}",
+                deadline,
+            )
             if self._hub.failure is not None:  # as with gloo, where a message that ended a failed wait may be empty
                 raise self._hub.failure.as_error()
             if handle.problem:
                 raise TransportError(f"a message on channel {channel} was not moved: {handle.problem}.")
 
+    def _look_ahead(self) -> bool:
+        """Whether a rank has strayed, to judge by what it says in the exchange that comes next here."""
+        for peer, word in self._hub.meetings[self._exchanges].words.items():
+            if self.host is not None and (failure := self.host.judge(peer, word)) is not None:
+                self._hub.failure = self._hub.failure or failure
+                self._hub.changed.notify_all()
+        return self._hub.failure is not None
+
+    def states(self, seconds: float) -> dict[int, bytes]:
+        return {rank: host.state() for rank, end in self._hub.ends.items() if (host := end.host) is not None}
+
     def exchange(self, word: bytes, *, deadline: float) -> list[bytes]:
         with self._hub.changed:
+            self._check_not_closed()
             number, self._exchanges = self._exchanges, self._exchanges + 1
             meeting = self._hub.meetings[number]
             meeting.words[self.rank] = word
@@ -195,6 +224,7 @@ class MemoryTransport(Transport):
 
     def settle(self, *, deadline: float) -> None:
         with self._hub.changed:
+            self._check_not_closed()
             meeting = self._hub.settling
             meeting.words[self.rank] = b""
             if meeting.over():
@@ -202,6 +232,10 @@ class MemoryTransport(Transport):
                 self._hub.changed.notify_all()
             self._hub.block_in_spite_of_failure(meeting.over, meeting.absent, "the channels did not settle", deadline)
             self._exchanges = 0
+
+    def _check_not_closed(self) -> None:
+        if self.rank in self._hub.closed:
+            raise TransportError(f"rank {self.rank} has closed its transport; make another one on every rank.")
 
     def close(self) -> None:
         with self._hub.changed:

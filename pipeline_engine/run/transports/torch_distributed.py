@@ -63,7 +63,7 @@ class TorchTransport(Transport):
         self._links = Links(self.rank, (), None, self._lock)
         self._generation = self._exchanges = 0
         self._waiting_for: Channel | None = None
-        self._settling = self._settled = False
+        self._settling = self._settled = self._closed = False
         wires = connect_wires(self._store, self.rank, self.num_ranks, timeout)
         self._direct = Direct({})
         self._watchdog = Watchdog(self.rank, wires, self, grace)
@@ -128,6 +128,7 @@ class TorchTransport(Transport):
         assert isinstance(handle, Posted)
         self._waiting_for = handle.channel  # before the look at the failure: the watchdog looks in the other order
         try:
+            self._look_ahead()
             self._raise_failure()
             if not handle.over:
                 self._wait_in_gloo(handle, deadline)
@@ -136,6 +137,7 @@ class TorchTransport(Transport):
             self._waiting_for = None
 
     def _wait_for_letter(self, letter: Letter, deadline: float) -> None:
+        self._look_ahead()
         self._raise_failure()
         if letter.epoch != self._watchdog.epoch:
             raise TransportError(
@@ -189,6 +191,7 @@ class TorchTransport(Transport):
     # Control plane.
 
     def exchange(self, word: bytes, *, deadline: float) -> list[bytes]:
+        self._check_not_closed()
         number, self._exchanges = self._exchanges, self._exchanges + 1
         words = self._exchange(number, word, self.failure, "an exchange did not end", deadline)
         self._watchdog.forget_words(number)
@@ -220,6 +223,15 @@ class TorchTransport(Transport):
             raise known.as_error()
         raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {', rank '.join(map(str, missing))}.")
 
+    def _look_ahead(self) -> None:
+        """Fail if a peer has strayed, to judge by what it says in the exchange that comes next here."""
+        for peer, word in self._watchdog.early_words(self._exchanges):
+            if self.host is not None and (failure := self.host.judge(peer, word)) is not None:
+                self.fail(failure)
+
+    def states(self, seconds: float) -> dict[int, bytes]:
+        return {rank: state for rank, state in self._watchdog.ask_all(seconds).items() if state}
+
     def fail(self, failure: Failure) -> None:
         with suppress(Exception):
             if self.failure() is None:
@@ -248,10 +260,16 @@ class TorchTransport(Transport):
         return self._watchdog.failure()
 
     def _raise_failure(self, cause: BaseException | None = None) -> None:
+        self._check_not_closed()
         if (failure := self.failure()) is not None:
             raise failure.as_error() from cause
 
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise TransportError(f"rank {self.rank} has closed its transport; make another one on every rank.")
+
     def settle(self, *, deadline: float) -> None:
+        self._check_not_closed()
         self._settling = True
         self._balance()
         tallies = self._watchdog.tallies()
@@ -289,6 +307,7 @@ class TorchTransport(Transport):
             self._watchdog.begin_epoch()
 
     def close(self) -> None:
+        self._closed = True
         self._watchdog.close()
         self._direct.close()
         self._links.drop()
@@ -296,6 +315,7 @@ class TorchTransport(Transport):
     # What the watchdog calls, from its thread.
 
     def on_news(self) -> None:
+        self._look_ahead()
         self._balance()
         if self.failure() is not None:
             self._direct.wake()
@@ -304,6 +324,10 @@ class TorchTransport(Transport):
         with self._lock:  # a settle that begins meanwhile must find the links broken
             if self._waiting_for is not None:
                 self._links.interrupt()
+
+    def state(self) -> bytes:
+        """What the host does, if there is one yet."""
+        return self.host.state() if self.host is not None else b""
 
     def on_interrupt(self) -> None:
         if (channel := self._waiting_for) is not None:

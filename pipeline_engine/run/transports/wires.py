@@ -35,6 +35,8 @@ class Kind(IntEnum):
     FAILURE = 1
     TALLY = 2
     GOODBYE = 3
+    ASK = 4
+    ANSWER = 5
 
 
 @frozen
