@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a wheel and an sdist, built from a copy of the project."""
     copy = tmp_path_factory.mktemp("project")
-    unwanted = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info", "build", "dist")
+    unwanted = shutil.ignore_patterns("__pycache__", ".*", "*.egg-info", "build", "dist", "api", "venv")
     shutil.copytree(ROOT, copy, ignore=unwanted, dirs_exist_ok=True)
     (copy / "dist").mkdir()
     done = subprocess.run([sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=100)

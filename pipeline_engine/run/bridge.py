@@ -234,7 +234,8 @@ class Pipeline:
 
         Forwards that ran ahead of the caller are dropped and run again, with the same random numbers, when he asks
         for their outputs.  Needed after an optimizer step or any other change of state inside the caller's loop:
-        such a change cannot be detected.
+        such a change cannot be detected.  For an optimizer step: gradients of what was given are complete inside the
+        loop only if each rank has one stage and its backwards are whole, as with ``1f1b``; else step after ``flush``.
         """
         self._check_open()
         for call in self._calls:

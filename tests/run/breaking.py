@@ -231,8 +231,6 @@ def judge_broken(cell: Cell, ranks: list[Broken]) -> None:
 
 def _judge_stray(cell: Cell, error: str, where: str) -> None:
     """Whoever waits finds out by himself; where nobody waits, all find out where they agree on the next call."""
-    left = (
-        rf"PeerFailedError: rank {cell.rank} failed while it performed the caller's code: it is in its next call, flush"
-    )
+    left = f"PeerFailedError: rank {cell.rank} failed while it performed the caller's code: it is in its next call, "
     differ = rf"UsageError: ranks disagree on the history of call \d+: rank \d has '{cell.entry}: .*{cell.entry}: "
     assert re.match(f"{left}flush, and has left|{differ}", error), where

@@ -19,7 +19,7 @@ from tests.run.playing import DEADLINE, ROWS, Layer, Rank, batch, loss_of
 from tests.run.processes import Crash, run_in_processes
 
 AT = 1  # the microbatch
-SHORT = 1.0  # seconds
+SHORT = 2.0  # seconds
 
 
 class Mortal(Layer):

@@ -17,7 +17,7 @@ from pipeline_engine.testing import run_ranks_in_threads
 from tests.run.playing import DEADLINE, ROWS, Rank, batch, loss_of
 from tests.run.processes import Crash, run_in_processes
 
-SHORT = 1.0  # seconds
+SHORT = 2.0  # seconds
 
 
 def test_an_action_is_described_as_in_the_program_and_in_words() -> None:

@@ -147,7 +147,7 @@ def test_no_fault_leads_to_a_hang_or_to_a_wrong_gradient_without_an_error(
     def on_rank(transport: Transport) -> list[Ended]:
         hit = {at: fault} if transport.rank == victim % num_ranks else {}
         faulty = FaultyTransport(transport, {} if receives else hit, hit if receives else {}, seed=seed)
-        rank = Rank(faulty, schedule, Layer, deadline=SHORT)
+        rank = Rank(faulty, schedule, Layer, deadline=DEADLINE if fault in HARMLESS else SHORT)
         ended = [attempt(rank, entry) for _ in range(2)]
         faulty.plan()
         ended += [attempt(rank, entry) for _ in range(3)]
@@ -169,7 +169,7 @@ def suffer_over_gloo(rank: int, faults: list[Fault]) -> dict[Fault, list[Ended]]
     for fault in faults:
         faulty = FaultyTransport(pe.TorchTransport(), {2: fault} if rank == 0 else {})
         subject = Rank(faulty, "1f1b", Layer)
-        subject.pipeline._deadline = SHORT
+        subject.pipeline._deadline = DEADLINE if fault in HARMLESS else SHORT
         outcomes[fault] = [attempt(subject, "stream")]
         subject.pipeline._deadline = DEADLINE
         outcomes[fault].append(attempt(subject, "stream"))

@@ -124,6 +124,8 @@ class Direct:
         for descriptor, _ in poll.poll(min(seconds, 1e6) * 1000):
             if descriptor == self._bell[0].fileno():
                 self._bell[0].recv(_CHUNK)
+            elif self._is_reading:
+                raise ConnectionError(f"what rank {peer} sent was torn by Ctrl-C")
             else:
                 self._is_reading = True  # and so it stays if Ctrl-C comes before it is set back
                 news = source.recv(_CHUNK)
@@ -172,8 +174,10 @@ class _Backlog:
     def send(self, frame: bytes) -> int:
         """Write a frame, now or later; its number."""
         with self._changed:
-            self.is_writing = True
             self._count += 1
+            if self.is_writing:
+                return self._count  # torn, and nobody could read what comes behind
+            self.is_writing = True  # and so it stays if Ctrl-C comes before it is set back
             if self._waiting:
                 self._waiting.append(frame)
             elif rest := self._push(frame):
