@@ -20,7 +20,7 @@ class UsageError(PipelineError, RuntimeError):
 
 
 class TransportError(PipelineError, RuntimeError):
-    """A message could not be moved, or what arrived is not what was announced."""
+    """A message could not be moved, what arrived is not what was announced, or no message ever can be any more."""
 
 
 class DeadlineError(PipelineError, TimeoutError):

@@ -11,9 +11,8 @@ them: the result is a pure function of the history, the same on all ranks.
     give(ks)   a backward call of the caller has ended: advance over backwards only, since no forward may run inside
                it; what was passed over comes first
     give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
-    invalidate the caller changed what forwards depend on: those that ran ahead are run again when they are asked for
-    give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
-    invalidate the caller changed what forwards depend on: those that ran ahead are run again when they are asked for
+    invalidate the caller is about to change what forwards depend on: what was given is finished, and forwards that ran
+               ahead are run again when they are asked for
     skip(k)    the caller wants no gradient for k
     finish     the items are exhausted: pass over whatever blocks until nothing does
     close(n)   the caller left after n items: what was not yielded is dropped, what was given is finished
@@ -112,8 +111,16 @@ class Replica:
         return self._transfers.end_batch()
 
     def invalidate(self) -> Batch:
-        """What ran ahead of the caller is stale: forget it, and run it again when he asks for it."""
+        """What forwards depend on is about to change.
+
+        First the backwards of what was given are performed, though forwards stand before them.  What ran ahead of
+        the caller is forgotten, and run again when he asks for it.
+        """
         settled = self.yielded | self.dropped
+        if not self.forward_only:
+            for left in self._left:
+                left.hurry(self.given - self.dropped)
+            self._advance(forwards=False)
         self._repeat([_forwards_ahead(left, settled) for left in self._left])
         return self._transfers.end_batch()
 

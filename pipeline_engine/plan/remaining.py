@@ -14,15 +14,16 @@ from pipeline_engine.plan.actions import Compute, Forward
 class Remaining:
     """A program from its first action that is neither performed nor passed over.
 
-    Actions that are repeated come first, then those that were passed over, in program order, once their gradient is
-    given.
+    First come those that were passed over and are given now, or that were hurried, in program order; then those that
+    are repeated.
     """
 
     program: Sequence[Compute]
     _next: int = 0
     _again: list[Compute] = field(factory=list)  # performed before, and to be performed once more
     _passed: dict[int, list[int]] = field(factory=dict)  # by microbatch: steps of the program
-    _ready: list[int] = field(factory=list)  # a heap of steps that were passed over and are given now
+    _ready: list[int] = field(factory=list)  # a heap of steps that were passed over and are given now, or hurried
+    _hurried: set[int] = field(factory=set)  # steps that are not reached yet and were hurried
 
     @property
     def is_done(self) -> bool:
@@ -33,7 +34,8 @@ class Remaining:
         """Everything that is left, in no order."""
         passed = (step for steps in self._passed.values() for step in steps)
         waiting = [self.program[step] for step in (*self._ready, *passed)]
-        return [*self._again, *waiting, *self.program[self._next :]]
+        ahead = (step for step in range(self._next, len(self.program)) if step not in self._hurried)
+        return [*self._again, *waiting, *(self.program[step] for step in ahead)]
 
     def head(self, passing: Collection[int], dropped: Collection[int]) -> Compute | None:
         """The first action that is left.
@@ -43,13 +45,15 @@ class Remaining:
             dropped: microbatches of which nothing is left.
         """
         program = self.program
-        if self._again:
-            return self._again[0]
         if self._ready:
             return program[self._ready[0]]
+        if self._again:
+            return self._again[0]
         while self._next < len(program):
             action = program[self._next]
-            if action.microbatch in passing and type(action) is not Forward:
+            if self._next in self._hurried:
+                self._hurried.discard(self._next)
+            elif action.microbatch in passing and type(action) is not Forward:
                 self._passed.setdefault(action.microbatch, []).append(self._next)
             elif action.microbatch not in dropped:
                 return action
@@ -58,10 +62,10 @@ class Remaining:
 
     def take(self) -> None:
         """The head is performed."""
-        if self._again:
-            del self._again[0]
-        elif self._ready:
+        if self._ready:
             heappop(self._ready)
+        elif self._again:
+            del self._again[0]
         else:
             self._next += 1
 
@@ -69,6 +73,14 @@ class Remaining:
         """What was passed over of these is now to be performed first."""
         for microbatch in microbatches:
             for step in self._passed.pop(microbatch, ()):
+                heappush(self._ready, step)
+
+    def hurry(self, microbatches: Collection[int]) -> None:
+        """The backwards that are left of these come before everything else."""
+        for step in range(self._next, len(self.program)):
+            action = self.program[step]
+            if action.microbatch in microbatches and type(action) is not Forward and step not in self._hurried:
+                self._hurried.add(step)
                 heappush(self._ready, step)
 
     def drop(self, microbatches: Collection[int]) -> None:

@@ -31,14 +31,16 @@ class Word:
         entries: what must be the same on all ranks, by name; lists are compared by microbatch, dicts by key.
         past: by the number of a call that is not over, a mark of four bytes for each event of it.
         refusal: why this rank cannot make the call, if it cannot.
+        counts: what this rank has counted; failures make ranks count differently, and the highest holds.
     """
 
     entries: Mapping[str, object]
     past: Mapping[int, bytes]
     refusal: Failure | None
+    counts: tuple[int, ...] = ()
 
 
-def agree(transport: Transport, word: Word, *, deadline: float) -> Failure | None:
+def agree(transport: Transport, word: Word, *, deadline: float) -> tuple[Failure | None, tuple[int, ...]]:
     """Exchange ``word`` with all ranks.  Collective.
 
     Args:
@@ -47,18 +49,19 @@ def agree(transport: Transport, word: Word, *, deadline: float) -> Failure | Non
         deadline: seconds to wait for the slowest rank.
 
     Returns:
-        The first rank's refusal, if any rank refuses.
+        The first rank's refusal, if any rank refuses, and the highest counts.
 
     Raises:
         UsageError: on every rank, if two ranks differ; the message shows both sides.
     """
     words: list[Word] = [_unpacked(each) for each in transport.exchange(_packed(word), deadline=deadline)]
+    counts = tuple(map(max, zip(*(each.counts for each in words), strict=True)))
     for refusal in (each.refusal for each in words):
         if refusal is not None:
-            return refusal
+            return refusal, counts
     for name in dict.fromkeys(name for each in words for name in each.entries):
         _compare(name, {rank: each.entries.get(name) for rank, each in enumerate(words)})
-    return None
+    return None, counts
 
 
 def _compare(name: str, said: Mapping[int, Any]) -> None:

@@ -120,7 +120,7 @@ class Pipeline:
         self._split_report: dict[int, str] = {}
         self._sent_bytes: Counter[Channel] = Counter()
         self._unread: Unread = defaultdict(deque)
-        self._count = 0
+        self._count = self._agreements = 0
         self._why_failed = self._broken = ""
         self._is_closed = False
         self._process, self._thread = os.getpid(), threading.get_ident()
@@ -149,8 +149,9 @@ class Pipeline:
 
         Raises:
             UsageError: the ranks do not agree on the call, or it is made on a closed pipeline.
-            PeerFailedError: another rank failed.
-            DeadlineError: a wait took longer than ``deadline``.
+            PeerFailedError: another rank failed; the next call works if all ranks are alive.
+            TransportError: the pipeline is broken, because an earlier failure left too little alive.
+            DeadlineError: a wait took longer than ``deadline``; the message says what every rank does.
         """
         return self._items(self._begin("stream", microbatches, num_microbatches))
 
@@ -210,7 +211,7 @@ class Pipeline:
         self._agree("flush", {})
         self._end_calls("the pipeline was flushed")
         with self._guarded(), self._doing.meets("the sum of tied parameters"):
-            self._ties.add_up()
+            self._ties.add_up(self._agreements)
 
     @property
     def bytes_per_channel(self) -> dict[str, int]:
@@ -230,12 +231,12 @@ class Pipeline:
         item._call.skip(item._place)
 
     def invalidate(self) -> None:
-        """Say on every rank, at the same point, that what forwards depend on has changed.
+        """Say on every rank, at the same point, that what forwards depend on is about to change.
 
-        Forwards that ran ahead of the caller are dropped and run again, with the same random numbers, when he asks
-        for their outputs.  Needed after an optimizer step or any other change of state inside the caller's loop:
-        such a change cannot be detected.  For an optimizer step: gradients of what was given are complete inside the
-        loop only if each rank has one stage and its backwards are whole, as with ``1f1b``; else step after ``flush``.
+        To be called inside the loop over a stream, right before an optimizer step or any other change of state, which
+        cannot be detected.  The backwards of all that was given are finished, so that the gradients are those of one
+        process.  Forwards that ran ahead of the caller are dropped; they run again, under the new state and with the
+        same random numbers, when he asks for their outputs.
         """
         self._check_open()
         for call in self._calls:
@@ -360,8 +361,10 @@ class Pipeline:
             self._settle()
             summaries = {f"history of call {call.number}": call.summary for call in self._calls}
             past = {call.number: bytes(call.marks) for call in self._calls}
-            word = Word({"entry point": entry, **entries, **summaries}, past, refusal)
-            refused = agree(self._transport, word, deadline=self._deadline)
+            counts = (self._count, self._agreements)
+            word = Word({"entry point": entry, **entries, **summaries}, past, refusal, counts)
+            refused, (self._count, self._agreements) = agree(self._transport, word, deadline=self._deadline)
+            self._agreements += 1
         if refusal is None and refused is not None:
             raise refused.as_error()
 

@@ -94,7 +94,7 @@ class Ties:
     deadline: float
     _copies: Mapping[str, _Copies]
     channels: tuple[Channel, ...]
-    _sums: int = field(init=False, default=0)
+    _number: int = field(init=False, default=0)
 
     @classmethod
     def agree(cls, ties: Iterable[Tie], graph: StageGraph, transport: Transport, *, deadline: float) -> Ties:
@@ -126,9 +126,13 @@ class Ties:
         }
         return cls(transport, deadline, {name: copies.get(name, _Copies((), ())) for name in owners}, tuple(channels))
 
-    def add_up(self) -> None:
-        """Sum the gradients of all ties over their owners.  Every rank calls it at the same point."""
-        self._sums += 1
+    def add_up(self, number: int) -> None:
+        """Sum the gradients of all ties over their owners.  Every rank calls it at the same point.
+
+        Args:
+            number: tells this sum from all others; the same on all ranks.
+        """
+        self._number = number
         for number, copies in enumerate(self._copies.values()):
             if copies.parameters:
                 copies.accumulate(_sum(self._exchange(number, copies)))
@@ -151,7 +155,7 @@ class Ties:
         return [grad for owner in copies.owners if (grad := given[owner]) is not None]
 
     def _stamp(self, number: int) -> wire.Stamp:
-        return wire.Stamp(number, self._sums)
+        return wire.Stamp(number, self._number)
 
 
 def _by_name(ties: Iterable[Tie], graph: StageGraph, rank: int) -> dict[str, Mapping[int, torch.nn.Parameter]]:

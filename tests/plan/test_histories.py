@@ -166,11 +166,14 @@ def test_what_ran_ahead_of_a_change_of_state_runs_again(schedule: pe.Schedule, d
     after = play(replica, (*(each for k in range(at, m) for each in (Ask(k), Give((k,)))), Finish()))
     check_traffic([*before, *between, *after])
     for rank, program in enumerate(schedule.programs):
+        done = {action for batch in (*before, *between) for action in batch[rank]}
+        given = {action for action in program if isinstance(action, BACKWARD) and action.microbatch < at}
+        assert given <= done, "what was given is finished before the state changes"
         computed = [action for batch in after for action in batch[rank] if isinstance(action, COMPUTE)]
         forwards = {action.microbatch for action in computed if isinstance(action, Forward)}
         assert forwards == set(range(at, m)), "each forward whose output was not handed out runs under the new state"
         assert len(set(computed)) == len(computed)
-        assert set(program) <= {a for batch in (*before, *after) for a in batch[rank]}
+        assert set(program) <= {a for batch in (*before, *between, *after) for a in batch[rank]}
 
 
 @settings(max_examples=40)

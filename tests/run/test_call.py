@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 import pipeline_engine as pe
-from tests.run.playing import ROWS, WIDTH, Rank, batch, loss_of, on_ranks, plain, total
+from tests.run.playing import ROWS, WIDTH, Layer, Rank, batch, loss_of, on_ranks, plain, total
 
 
 @pytest.mark.parametrize("schedule", pe.SCHEDULES)
@@ -210,3 +212,40 @@ def test_a_forward_in_the_middle_of_a_stream_takes_none_of_its_messages(schedule
         rank.check_gradients(range(6), rows)
 
     on_ranks(on_rank, 3, schedule)
+
+
+@pytest.mark.parametrize("schedule", pe.SCHEDULES)
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_optimizer_step_in_the_loop_gives_what_it_gives_in_one_process(schedule: str, every: int) -> None:
+    rows = [3, 1, 4, 2, 5, 2]
+
+    def on_rank(rank: Rank) -> None:
+        for item in rank.pipeline.stream(batch(rows)):
+            loss_of(item.outputs, item.index).backward()
+            if (item.index + 1) % every == 0:
+                rank.pipeline.invalidate()
+                descend(rank.stages.values())
+        rank.pipeline.flush()
+        truth = [Layer(stage) for stage in range(rank.graph.num_stages)]
+        for number, microbatch in enumerate(batch(rows)):
+            hidden = microbatch.inputs[0]
+            for layer in truth:
+                hidden = layer(hidden)
+            loss_of(hidden, number).backward()
+            if (number + 1) % every == 0:
+                descend(truth)
+        for number, stage in rank.stages.items():
+            for (name, found), expected in zip(stage.named_parameters(), truth[number].parameters(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=f"{name} of stage {number}")
+
+    on_ranks(on_rank, 3, schedule)
+
+
+@torch.no_grad()
+def descend(layers: Iterable[torch.nn.Module]) -> None:
+    """An optimizer step that leaves no trace which a pipeline could see."""
+    for layer in layers:
+        for parameter in layer.parameters():
+            assert parameter.grad is not None
+            parameter.data.add_(parameter.grad, alpha=-0.01)
+            parameter.grad = None
