@@ -37,7 +37,7 @@ def schedules(
 ) -> pe.Schedule:
     """A schedule of the registry; m goes up to 2P + 3."""
     name = draw(schedule_names)
-    graph = chain_for(name, draw(st.integers(1, max_ranks)), draw(st.integers(1, 3)))
+    graph = chain_for(name, draw(st.integers(1, max_ranks)), draw(st.integers(1, 4)))
     return pe.build(name, graph, draw(st.integers(min_microbatches, min(2 * graph.num_ranks + 3, max_microbatches))))
 
 

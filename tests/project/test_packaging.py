@@ -70,7 +70,7 @@ def test_the_sdist_holds_the_packages_and_what_builds_them(built: Path) -> None:
     names = {PurePosixPath(*path.parts[1:]).as_posix() for path in paths}
     others = {name for name in names - modules() if "egg-info/" not in name}
     assert modules() <= names
-    assert others == {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert others == {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
 
 
 PLAN = """
