@@ -6,7 +6,6 @@ process of its own.  The page is scale.md.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import platform
@@ -36,14 +35,12 @@ class Case:
     Attributes:
         part: ``"full"`` builds, lowers, checks and simulates; ``"stream"`` generates and checks the computing verbs,
             rank by rank; ``"all ranks"`` and ``"one rank"`` play a caller who gives each gradient at once on a replica.
-        collects: whether Python's garbage collector runs, which finds nothing in a plan and visits all of it.
     """
 
     part: str
     schedule: str
     ranks: int
     microbatches: int
-    collects: bool = True
 
     @property
     def graph(self) -> pe.StageGraph:
@@ -57,7 +54,6 @@ CASES = {
     "full-64": Case("full", "1f1b", 64, 256),
     "full-128": Case("full", "1f1b", 128, 512),
     "full-256": Case("full", "1f1b", 256, 1024),
-    "full-256-uncollected": Case("full", "1f1b", 256, 1024, collects=False),
     "stream-256": Case("stream", "1f1b", 256, 1024),
     "stream-512": Case("stream", "1f1b", 512, 2048),
     "stream-1024": Case("stream", "1f1b", 1024, 4096),
@@ -84,8 +80,6 @@ class Stopwatch:
 
 def run(case: Case) -> dict[str, object]:
     """Run a case in this process."""
-    if not case.collects:
-        gc.disable()
     watch = Stopwatch()
     count = _PARTS[case.part](case, watch)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _GIB

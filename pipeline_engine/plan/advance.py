@@ -28,6 +28,7 @@ from collections.abc import Collection, Sequence
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import BACKWARD, COMPUTE, Action, Compute, Forward, makes
+from pipeline_engine.plan.collector import without_collector
 from pipeline_engine.plan.numbering import Rule, numbering_of
 from pipeline_engine.plan.remaining import Remaining
 from pipeline_engine.plan.schedule import Schedule
@@ -287,6 +288,7 @@ def canonical_batches(schedule: Schedule, *, hand_out: bool = True, forward_only
     return [*batches, replica.finish(), replica.drain()]
 
 
+@without_collector
 def lower(schedule: Schedule, *, hand_out: bool = True, forward_only: bool = False) -> Schedule:
     """The schedule with transfers and yields, as it runs when the caller gives each gradient at once.
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from pipeline_engine.plan.actions import COMPUTE
 from pipeline_engine.plan.advance import lower
+from pipeline_engine.plan.collector import without_collector
 from pipeline_engine.plan.laws.census import Census
 from pipeline_engine.plan.laws.dataflow import check_computing as check_computing
 from pipeline_engine.plan.laws.hand_out import check_hand_out
@@ -26,6 +27,7 @@ from pipeline_engine.plan.laws.rendezvous import check_rendezvous
 from pipeline_engine.plan.schedule import Schedule
 
 
+@without_collector
 def check(schedule: Schedule, *, tells_channels_apart: bool = True) -> None:
     """Hold a schedule to the laws; the computing verbs as given, and the lowered program that really runs.
 

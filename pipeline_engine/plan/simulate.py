@@ -26,6 +26,7 @@ from pipeline_engine.plan.actions import (
     Yield,
 )
 from pipeline_engine.plan.advance import lower
+from pipeline_engine.plan.collector import without_collector
 from pipeline_engine.plan.costs import Costs as Costs
 from pipeline_engine.plan.costs import PerStage as PerStage
 from pipeline_engine.plan.numbering import Numbering, numbering_of
@@ -37,6 +38,7 @@ from pipeline_engine.plan.timeline import peak_in_flight as peak_in_flight
 from pipeline_engine.plan.values import Value, channel_of
 
 
+@without_collector
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Play the lowered schedule against a clock of its own.
 
