@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import Barrier
 
 import pytest
 import torch
@@ -237,6 +238,20 @@ def test_an_optimizer_step_in_the_loop_gives_what_it_gives_in_one_process(schedu
         for number, stage in rank.stages.items():
             for (name, found), expected in zip(stage.named_parameters(), truth[number].parameters(), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=f"{name} of stage {number}")
+
+    on_ranks(on_rank, 3, schedule)
+
+
+@pytest.mark.parametrize("schedule", pe.SCHEDULES)
+def test_a_caller_may_meet_the_other_ranks_anywhere_in_his_loop(schedule: str) -> None:
+    meeting = Barrier(3, timeout=10.0)  # as a collective of the caller's own would
+
+    def on_rank(rank: Rank) -> None:
+        for item in rank.pipeline.stream(batch(ROWS)):
+            meeting.wait()
+            loss_of(item.outputs, item.index).backward()
+            meeting.wait()
+        rank.check_gradients(range(len(ROWS)), ROWS)
 
     on_ranks(on_rank, 3, schedule)
 
