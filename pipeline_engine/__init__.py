@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from pipeline_engine.plan.simulate import simulate as simulate
     from pipeline_engine.plan.trace import Trace as Trace
     from pipeline_engine.run.bridge import Pipeline as Pipeline
-    from pipeline_engine.run.bridge import Yielded as Yielded
     from pipeline_engine.run.microbatch import Microbatch as Microbatch
     from pipeline_engine.run.products import splits_backward as splits_backward
     from pipeline_engine.run.ties import tie as tie
     from pipeline_engine.run.tracing import Tracer as Tracer
     from pipeline_engine.run.transports.memory import MemoryTransport as MemoryTransport
     from pipeline_engine.run.transports.torch_distributed import TorchTransport as TorchTransport
+    from pipeline_engine.run.yielded import Yielded as Yielded
 
 _HOMES = {
     "DeadlineError": "errors",
@@ -82,7 +82,7 @@ _HOMES = {
     "Timeline": "plan.simulate",
     "Trace": "plan.trace",
     "Pipeline": "run.bridge",
-    "Yielded": "run.bridge",
+    "Yielded": "run.yielded",
     "Microbatch": "run.microbatch",
     "splits_backward": "run.products",
     "tie": "run.ties",

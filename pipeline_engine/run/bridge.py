@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import threading
-import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from attrs import frozen
 
 from pipeline_engine.errors import DeadlineError, PeerFailedError, PipelineError, TransportError, UsageError
 from pipeline_engine.plan.advance import Replica
@@ -29,7 +25,7 @@ from pipeline_engine.run.call import Call
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.doing import Doing, report
 from pipeline_engine.run.executor import Executor
-from pipeline_engine.run.fitting import check_fit, check_kinds, fitting_schedule
+from pipeline_engine.run.fitting import check_fit, check_kinds, digest_of, fitting_schedule
 from pipeline_engine.run.gate import Gatekeeper
 from pipeline_engine.run.lookout import Lookout
 from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
@@ -37,30 +33,17 @@ from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
 from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
+from pipeline_engine.run.owner import Owner
 from pipeline_engine.run.randomness import Rng, draw_seed, is_per_microbatch
 from pipeline_engine.run.stage import StageFunction, receive
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
 from pipeline_engine.run.transports.base import Failure, Transport
+from pipeline_engine.run.yielded import Yielded
 
 _log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, int], torch.Tensor]
-
-
-@frozen(eq=False)
-class Yielded:
-    """One item of ``Pipeline.stream``.
-
-    Attributes:
-        index: which microbatch it is.
-        outputs: what the last stage returned for it, on every rank; fresh tensors that may be changed in place.
-    """
-
-    index: int
-    outputs: Any
-    _call: Call
-    _place: int
 
 
 class Pipeline:
@@ -112,7 +95,7 @@ class Pipeline:
         self._deadline, self._verify = float(deadline), verify
         self._tracer = tracer
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
-        self._digest_for = cache(lambda count: _digest(self._schedule_for(count)))
+        self._digest_for = cache(lambda count: digest_of(self._schedule_for(count)))
         self._settings = {"max_in_flight": max_in_flight, "rng": rng}
         self._gatekeeper = Gatekeeper()
         self._memory = Memory()
@@ -123,7 +106,7 @@ class Pipeline:
         self._count = self._agreements = 0
         self._why_failed = self._broken = ""
         self._is_closed = False
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._owner = Owner()
         transport.host = Lookout(self._doing, lambda: list(self._calls))
         with self._guarded(), self._doing.meets("building"):
             if transport.has_raised:
@@ -421,15 +404,8 @@ class Pipeline:
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the pipeline is closed; build another one.")
-        if os.getpid() != self._process:
-            raise UsageError("the process has forked since the pipeline was built; build one in the child instead.")
-        if threading.get_ident() != self._thread:
-            raise UsageError("the pipeline was built in another thread; use it in that thread only.")
+        self._owner.check()
 
 
 def _named(error: BaseException) -> str:
     return "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
-
-
-def _digest(schedule: Schedule) -> str:
-    return f"{zlib.crc32(repr([list(map(str, program)) for program in schedule.programs]).encode()):08x}"

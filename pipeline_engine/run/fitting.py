@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 from pipeline_engine.errors import UsageError
@@ -62,3 +63,8 @@ def fitting_schedule(schedule: str | Schedule, graph: StageGraph, count: int, ma
         built = limit(built, max_in_flight)
     check(built)
     return built
+
+
+def digest_of(schedule: Schedule) -> str:
+    """A checksum of all programs, to be compared between ranks."""
+    return f"{zlib.crc32(repr([list(map(str, program)) for program in schedule.programs]).encode()):08x}"
