@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -22,11 +22,12 @@ from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.agreement import Word, agree, passed
 from pipeline_engine.run.call import Call
-from pipeline_engine.run.cargo import Cargo
+from pipeline_engine.run.closed_loss import LossFunction, collects_losses
 from pipeline_engine.run.doing import Doing, report
 from pipeline_engine.run.executor import Executor
 from pipeline_engine.run.fitting import check_fit, check_kinds, digest_of, fitting_schedule
 from pipeline_engine.run.gate import Gatekeeper
+from pipeline_engine.run.last_backward import LastBackward, OnLastBackward, check_whole
 from pipeline_engine.run.lookout import Lookout
 from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
 from pipeline_engine.run.microbatch import Microbatch
@@ -35,15 +36,13 @@ from pipeline_engine.run.modes import Modes
 from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
 from pipeline_engine.run.owner import Owner
 from pipeline_engine.run.randomness import Rng, draw_seed, is_per_microbatch
-from pipeline_engine.run.stage import StageFunction, receive
+from pipeline_engine.run.stage import StageFunction
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
 from pipeline_engine.run.transports.base import Failure, Transport
 from pipeline_engine.run.yielded import Yielded
 
 _log = logging.getLogger(__name__)
-
-LossFunction = Callable[[Any, int], torch.Tensor]
 
 
 class Pipeline:
@@ -67,6 +66,10 @@ class Pipeline:
         rng: None: stages draw random numbers from torch's default generators as they come; ``"per-microbatch"``: what
             a microbatch draws does not depend on how the model is cut or in which order microbatches run.
         verify: whether each message carries a checksum; sizes and what it belongs to are always checked.
+        on_last_backward: called with the number of a stage just before the last backward of that stage in a call, so
+            that a data parallel wrapper can be told to reduce in that one.  Which one is the last is known if every
+            item gets its backward, or ``skip`` before the others have had theirs; an item that is left without either,
+            and a loop that is left early, hide it.  Not for schedules that split backwards.
 
     Raises:
         UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
@@ -88,12 +91,13 @@ class Pipeline:
         ties: Iterable[Tie] = (),
         rng: Rng = None,
         verify: bool = False,
+        on_last_backward: OnLastBackward | None = None,
     ) -> None:
         check_kinds(transport, deadline)
         self._transport, self._doing = transport, Doing()
         self._graph = graph
         self._deadline, self._verify = float(deadline), verify
-        self._tracer = tracer
+        self._tracer, self._on_last_backward = tracer, on_last_backward
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
         self._digest_for = cache(lambda count: digest_of(self._schedule_for(count)))
         self._settings = {"max_in_flight": max_in_flight, "rng": rng}
@@ -114,7 +118,9 @@ class Pipeline:
             check_fit(stages, graph, transport)
             self._stages = dict(stages)
             self._ordering = check_ordering(order)
-            self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
+            fitting = self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
+            if on_last_backward is not None:
+                check_whole(fitting)
             self._per_microbatch = is_per_microbatch(rng, graph)
             self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
             self._channels = (*channels_of(graph), *self._ties.channels)
@@ -161,27 +167,17 @@ class Pipeline:
 
         Args:
             microbatches: a sequence.
-            loss_fn: ``loss_fn(outputs, index)`` returns a scalar; called on the last stage's rank only.
+            loss_fn: ``loss_fn(outputs, index)`` returns a tensor with one element; called on the last stage's rank
+                only.
 
         Returns:
             The losses in order, detached, on every rank.
 
         Raises:
-            As ``stream``.
+            As ``stream``; UsageError also if ``loss_fn`` returns something else.
         """
         call = self._begin("step", microbatches, None, hand_out=False)
-        losses: list[torch.Tensor] = []
-
-        def compute_loss(microbatch: int, cargo: Cargo) -> None:
-            argument = receive(cargo, differentiate=call.modes.differentiates)
-            loss = loss_fn(argument.tree, call.order[microbatch])
-            if call.modes.differentiates:
-                if loss.requires_grad:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                call.executor.give(microbatch, argument.grads)
-            losses.append(loss.detach())
-
-        call.executor.on_yield = compute_loss
+        losses = collects_losses(call, loss_fn)
         call.run_closed()
         return as_given(self._everywhere(losses), call.order)
 
@@ -303,6 +299,7 @@ class Pipeline:
             verify=self._verify,
             seed=self._seed(),
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
+            last_backward=LastBackward(source.count, self._on_last_backward) if self._on_last_backward else None,
             doing=self._doing,
         )
         forward_only, rank = not modes.differentiates, self._transport.rank

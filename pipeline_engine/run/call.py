@@ -119,6 +119,7 @@ class Call:
             return
         if microbatch in self.given:
             raise UsageError(f"microbatch {self.order[microbatch]} cannot be skipped any more: its gradient was given.")
+        self._expect_no_more_of([microbatch])
         self._play("skip", microbatch)
         self._drop([microbatch], "was skipped")
 
@@ -143,6 +144,7 @@ class Call:
         """
         if self.is_over:
             return
+        self._expect_no_more_of(set(range(len(self.order))) - self.given)
         self._play("close")
         self._play("drop_open")
         self._drop(self.open, f"was dropped when {why}")
@@ -175,6 +177,11 @@ class Call:
     def _drop(self, microbatches: Iterable[int], why: str) -> None:
         self._why_dropped |= dict.fromkeys(microbatches, why)
         self.executor.discard(microbatches)
+
+    def _expect_no_more_of(self, microbatches: Iterable[int]) -> None:
+        """Known before the event is played, which may perform the last backward of what remains."""
+        if self.executor.last_backward is not None:
+            self.executor.last_backward.drop(microbatches)
 
     def _gated(self, cargo: Cargo, microbatch: int) -> Any:
         if not self.modes.differentiates:

@@ -37,6 +37,7 @@ from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, 
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.doing import Doing, describe, report
+from pipeline_engine.run.last_backward import LastBackward
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.randomness import RandomState, alone, carried, state_of
@@ -64,6 +65,7 @@ class Executor:
         verify: whether messages carry a checksum.
         seed: of the microbatches' own random numbers; None to draw from the default generators as they come.
         recording: notes when each action begins and ends, if anybody wants to know.
+        last_backward: announces the last backward of each stage, if anybody wants to know.
         doing: tells other threads what is being performed.
 
     Attributes:
@@ -85,6 +87,7 @@ class Executor:
     call: int
     verify: bool
     recording: Recording | None
+    last_backward: LastBackward | None
     doing: Doing
     on_yield: Callable[[int, Cargo], None] = field(init=False)
     retained: set[int] = field(init=False, factory=set)
@@ -102,6 +105,7 @@ class Executor:
             if failure := self.mailbox.transport.failure():
                 raise failure.as_error()
             perform = self._perform if self.recording is None else self.recording.around(self._perform)
+            perform = perform if self.last_backward is None else self.last_backward.around(perform)
             for action in program:
                 self.doing.action = action
                 perform(action)

@@ -1,0 +1,43 @@
+"""The loss of the closed loop: computed and differentiated by the engine, where the last stage is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pipeline_engine.errors import UsageError
+from pipeline_engine.run.call import Call
+from pipeline_engine.run.cargo import Cargo
+from pipeline_engine.run.stage import receive
+
+LossFunction = Callable[[Any, int], torch.Tensor]
+"""``loss_fn(outputs, index)`` returns a scalar; ``index`` is the caller's number of the microbatch."""
+
+
+def collects_losses(call: Call, loss_fn: LossFunction) -> list[torch.Tensor]:
+    """Have a call compute and differentiate the loss of each microbatch that it reaches; the list is filled then."""
+    losses: list[torch.Tensor] = []
+
+    def compute(microbatch: int, cargo: Cargo) -> None:
+        argument = receive(cargo, differentiate=call.modes.differentiates)
+        number = call.order[microbatch]
+        loss = _checked(loss_fn(argument.tree, number), number)
+        if call.modes.differentiates:
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            call.executor.give(microbatch, argument.grads)
+        losses.append(loss.detach())
+
+    call.executor.on_yield = compute
+    return losses
+
+
+def _checked(loss: object, number: int) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    what = f"tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise UsageError(
+        f"loss_fn returned a {what} for microbatch {number}; step differentiates a tensor with one element: return it."
+    )
