@@ -21,7 +21,7 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
-from benchmarks.caller_owned_loss import environment
+from benchmarks.record import environment
 from benchmarks.torch_peer import torch_step
 from benchmarks.transformer import Shape, cut, next_token_loss, text
 from pipeline_engine.launch import run_ranks

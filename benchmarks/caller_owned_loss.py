@@ -10,43 +10,40 @@ The page is caller_owned_loss.md.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import asdict, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
-from benchmarks.bound import bound
-from benchmarks.sleeping import Sleeping
+from benchmarks.record import Record
+from benchmarks.sleeping import Naps, Sleeping
+from benchmarks.steps import (
+    ROWS,
+    SECONDS_TO_START,
+    WIDTH,
+    Makespans,
+    Repeat,
+    Step,
+    bound_of_step,
+    engine_steps,
+    graph_for,
+    loss_of,
+    timed,
+    warm_up,
+)
+from benchmarks.tables import markdown, spread
 from benchmarks.torch_peer import torch_step
 from pipeline_engine.launch import run_ranks
-from pipeline_engine.plan.actions import Action, Backward, Forward
-from pipeline_engine.plan.graph import Placement
 
 ENGINE_DRIVERS = ("stream", "step")
 PEER_DRIVERS = ("torch", "alone")
 DRIVERS = ENGINE_DRIVERS + PEER_DRIVERS
-PLACEMENTS: dict[str, tuple[int, Placement]] = {  # stages a rank, where they stand
-    "gpipe": (1, "straight"),
-    "1f1b": (1, "straight"),
-    "interleaved": (2, "looped"),
-    "looped-bfs": (2, "looped"),
-}
-ROWS, WIDTH = 4, 64
-WARM_UPS = 5
-SECONDS_TO_START = 60.0
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 
-Step = Callable[[], None]
 Key = tuple[str, str, str]  # load, schedule, driver
 
 
@@ -70,10 +67,11 @@ class Settings:
             return 0.0
         if driver == "alone":
             return self.microbatches * (self.forward + self.backward)
-        share = PLACEMENTS[schedule][0]
+        planned = self.planned(schedule, ranks)
+        share = len(planned.graph.stages_of(0))
         half = self.backward / 2 / share
         costs = pe.Costs(forward=self.forward / share, backward_input=half, backward_weight=half)
-        return pe.simulate(self.planned(schedule, ranks), costs).makespan
+        return pe.simulate(planned, costs).makespan
 
     def planned(self, schedule: str, ranks: int) -> pe.Schedule:
         """The schedule that is run."""
@@ -81,78 +79,45 @@ class Settings:
 
 
 @frozen
-class Repeat:
-    """One step on one rank: when it began and ended, and what each forward and backward of each stage took."""
-
-    start: float
-    end: float
-    forwards: dict[int, list[float]]
-    backwards: dict[int, list[float]]
-
-
-@frozen
 class Row:
-    """One driver of one schedule under one load, in seconds.
-
-    Attributes:
-        makespans: measured, by repeat.
-        bounds: by repeat, the makespan of actions that take what they took in that repeat, and of nothing else.
-        simulated: the makespan of actions that take what they should take.
-    """
+    """One driver of one schedule under one load; ``simulated``: seconds if actions took what they should take."""
 
     load: str
     schedule: str
     driver: str
     ranks: int
     simulated: float
-    makespans: tuple[float, ...]
-    bounds: tuple[float, ...]
+    makespans: Makespans
 
-    def spread(self, unit: float) -> list[float]:
-        """Median, least and greatest makespan in units of ``unit`` seconds."""
-        return [pick(self.makespans) / unit for pick in (statistics.median, min, max)]
-
-    @property
-    def share(self) -> float:
-        """What the engine adds to the bound, in per cent; the median over the repeats."""
-        return 100 * statistics.median(m / b - 1 for m, b in zip(self.makespans, self.bounds, strict=True))
-
-
-def graph_for(schedule: str, ranks: int) -> pe.StageGraph:
-    share, placement = PLACEMENTS[schedule]
-    return pe.StageGraph.chain(stages=share * ranks, ranks=ranks, placement=placement)
-
-
-def loss_of(outputs: Tensor) -> Tensor:
-    return outputs.sum()
+    def spread(self, unit: float, decimals: int) -> str:
+        """Median, least and most in units of ``unit`` seconds."""
+        return spread([each / unit for each in self.makespans.measured], decimals)
 
 
 def main() -> None:
     options = parser().parse_args()
-    repeats = (3, 20) if options.quick else (options.repeats, 100)
+    sleeping_repeats, empty_repeats = (3, 20) if options.quick else (options.repeats, 100)
     settings = Settings(
         tuple(options.only),
         tuple(options.schedules),
-        *repeats,
+        sleeping_repeats,
+        empty_repeats,
         ranks=tuple(options.ranks),
         microbatches=options.microbatches,
         forward=options.forward / 1e3,
         backward=options.backward / 1e3,
     )
-    before = environment()
+    record = Record()
     rows = [row for ranks in settings.ranks for row in measure(ranks, settings)]
-    print(table(rows, settings))
-    print(", ".join(f"{name} {value}" for name, value in before.items()))
-    if options.json:
-        data = {"environment": before, "settings": asdict(settings), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(data, indent=2) + "\n")
+    print(tables(rows, settings))
+    record.end(options.json, settings=asdict(settings), rows=[asdict(row) for row in rows])
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.caller_owned_loss", description=__doc__.splitlines()[0])
     made.add_argument("--quick", action="store_true", help="fewer repeats: within 90 seconds on two cores")
     made.add_argument("--only", nargs="+", choices=DRIVERS, default=DRIVERS, metavar="DRIVER", help=", ".join(DRIVERS))
-    made.add_argument("--schedules", nargs="+", choices=PLACEMENTS, default=("gpipe", "1f1b"), metavar="SCHEDULE")
+    made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=("gpipe", "1f1b"), metavar="SCHEDULE")
     made.add_argument("--ranks", nargs="+", type=int, default=(2, 4), metavar="P")
     made.add_argument("--microbatches", type=int, default=16, metavar="M")
     made.add_argument("--forward", type=float, default=20.0, metavar="MS", help="forward of a rank, milliseconds")
@@ -170,28 +135,16 @@ def measure(ranks: int, settings: Settings) -> list[Row]:
 
 
 def row_of(key: Key, ranks: int, settings: Settings, by_rank: list[list[Repeat]]) -> Row:
-    """The clock is one for all processes of a machine: from the first rank's start to the last rank's end."""
-    _, schedule, driver = key
-    steps = list(zip(*by_rank, strict=True))
-    makespans = tuple(max(each.end for each in step) - min(each.start for each in step) for step in steps)
-    planned = settings.planned(schedule, ranks)
-    bounds = tuple(max(map(busy, step)) if driver == "alone" else bound(planned, seconds_of(step)) for step in steps)
-    return Row(*key, ranks, settings.simulated(key, ranks), makespans, bounds)
+    planned = settings.planned(key[1], ranks)
+
+    def bound_of(step: Sequence[Repeat]) -> float:
+        return max(map(busy, step)) if key[2] == "alone" else bound_of_step(planned, step)
+
+    return Row(*key, ranks, settings.simulated(key, ranks), Makespans.of(by_rank, bound_of))
 
 
 def busy(step: Repeat) -> float:
-    return sum(map(sum, (*step.forwards.values(), *step.backwards.values())))
-
-
-def seconds_of(step: Iterable[Repeat]) -> dict[Action, float]:
-    """What each action of a schedule took; the microbatches of a stage come in order."""
-    seconds: dict[Action, float] = {}
-    for rank in step:
-        for stage, durations in rank.forwards.items():
-            seconds |= {Forward(stage, m): duration for m, duration in enumerate(durations)}
-        for stage, durations in rank.backwards.items():
-            seconds |= {Backward(stage, m): duration for m, duration in enumerate(durations)}
-    return seconds
+    return sum(sum(naps) for took in step.took.values() for naps in took.values())
 
 
 def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list[Repeat]]:
@@ -207,38 +160,15 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
         stages = {stage: Sleeping(WIDTH) for stage in graph.stages_of(rank)}
         with drivers_of(schedule, graph, stages, inputs, settings.drivers) as drivers:
             for step in drivers.values():
-                warm_up(step, stages, len(inputs))
+                warm_up(step, stages, ROWS * len(inputs))
             for load, (repeats, forward, backward) in loads.items():
                 for stage in stages.values():
-                    stage.forward_seconds, stage.backward_seconds = forward / len(stages), backward / len(stages)
+                    half = backward / 2 / len(stages)
+                    stage.naps = Naps(forward / len(stages), half, half)
                 for _ in range(repeats):
                     for driver, step in drivers.items():
                         found.setdefault((load, schedule, driver), []).append(timed(step, stages))
     return found
-
-
-def warm_up(step: Step, stages: Mapping[int, Sleeping], microbatches: int) -> None:
-    """The first backward of a process and the first message of a channel are slow; and what is timed must be right."""
-    for _ in range(WARM_UPS):
-        for stage in stages.values():
-            stage.bias.grad = None
-        step()
-        for stage in stages.values():
-            gradient = stage.bias.grad
-            if gradient is None or not torch.equal(gradient, torch.full_like(gradient, ROWS * microbatches)):
-                raise AssertionError(f"gradient of a sum over {ROWS * microbatches} rows is {gradient}")
-
-
-def timed(step: Step, stages: Mapping[int, Sleeping]) -> Repeat:
-    for stage in stages.values():
-        stage.forwards, stage.backwards = [], []
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    end = time.perf_counter()
-    forwards = {number: stage.forwards for number, stage in stages.items()}
-    backwards = {number: stage.backwards for number, stage in stages.items()}
-    return Repeat(start, end, forwards, backwards)
 
 
 @contextmanager
@@ -263,69 +193,36 @@ def drivers_of(
         yield {driver: steps[driver] for driver in wanted}
 
 
-def engine_steps(pipeline: pe.Pipeline, inputs: list[Tensor]) -> dict[str, Step]:
-    data = [pe.Microbatch(inputs=(hidden,)) for hidden in inputs]
-
-    def stream() -> None:
-        for item in pipeline.stream(data):
-            loss_of(item.outputs).backward()
-        pipeline.flush()
-
-    def step() -> None:
-        pipeline.step(data, lambda outputs, index: loss_of(outputs))
-
-    return {"stream": stream, "step": step}
-
-
 def run_alone(stages: Mapping[int, Sleeping], inputs: list[Tensor]) -> None:
     for hidden in inputs:
         for stage in stages.values():
             loss_of(stage(hidden)).backward()
 
 
-def table(rows: list[Row], settings: Settings) -> str:
-    """Both loads as text; an action is the forward or the backward of one microbatch."""
+def tables(rows: list[Row], settings: Settings) -> str:
+    """Both loads; an action is the forward or the backward of one microbatch."""
     actions = 2 * settings.microbatches
-    place = "{0.ranks:>5} {0.schedule:>11} {0.driver:>8}".format
+    nominal = f"{settings.forward * 1e3:g} ms forward, {settings.backward * 1e3:g} ms backward"
     sleeping = [
-        f"{place(row)} {row.simulated:10.3f} {statistics.median(row.makespans):9.3f}"
-        + "".join(f" {figure:8.3f}" for figure in row.spread(row.simulated))
-        + f" {row.share:7.2f} %"
+        (*place(row), f"{row.simulated:.3f} s", row.spread(row.simulated, 3), f"{row.makespans.share:.1f} %")
         for row in rows
         if row.load == "sleeping"
     ]
-    empty = [
-        place(row) + "".join(f" {figure:8.1f}" for figure in row.spread(actions / 1e6))
-        for row in rows
-        if row.load == "empty"
-    ]
-    head = f"{'ranks':>5} {'schedule':>11} {'driver':>8}"
-    nominal = f"{settings.forward * 1e3:g} ms forward, {settings.backward * 1e3:g} ms backward"
+    empty = [(*place(row), row.spread(actions / 1e6, 0)) for row in rows if row.load == "empty"]
+    heads = ["ranks", "schedule", "driver"]
     return "\n".join(
         [
-            f"sleeping stages, {nominal}, {settings.microbatches} microbatches: makespan measured over simulated",
-            f"{head} {'simulated':>10} {'measured':>9} {'median':>8} {'least':>8} {'most':>8} {'engine':>9}",
-            *sleeping,
-            "engine: what is added to the bound of the times that the stages' own code took in that repeat",
-            "",
-            f"empty stages, {settings.microbatches} microbatches: microseconds per action, {actions} actions per rank",
-            f"{head} {'median':>8} {'least':>8} {'most':>8}",
-            *empty,
+            f"Sleeping stages, {nominal}, {settings.microbatches} microbatches: measured over simulated.\n",
+            markdown([*heads, "simulated", "over simulated", "engine"], sleeping),
+            "\nEngine: what is added to the bound of the times that the stages' own code took in that repeat.",
+            f"\nEmpty stages: microseconds per action, {actions} actions per rank.\n",
+            markdown([*heads, "microseconds"], empty) + "\n",
         ]
     )
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to judge the figures."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": platform.system(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "backend": "gloo",
-    }
+def place(row: Row) -> tuple[str, str, str]:
+    return str(row.ranks), row.schedule, row.driver
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A stage that sleeps: its forward and backward take known seconds and leave the core to others.
+"""A stage that sleeps: its forward and the halves of its backward take known seconds and leave the core to others.
 
 On a machine with fewer cores than ranks this is how a schedule shows: ranks that sleep do overlap.
 """
@@ -9,7 +9,10 @@ import time
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch import Tensor, nn
+
+import pipeline_engine as pe
 
 SECONDS_AWAKE = 0.0002  # ``time.sleep`` overshoots by about that much
 
@@ -23,40 +26,97 @@ def nap(seconds: float) -> None:
         pass
 
 
-class _Nap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, stage: Sleeping) -> Tensor:
-        ctx.stage = stage
+@define
+class Naps:
+    """How long a stage sleeps, in seconds, and how long it slept.
+
+    Attributes:
+        forward, backward_input, backward_weight: for a microbatch; zero, the default, is the empty stage.
+        rows: of a microbatch that takes that long, others in proportion; 0 if rows make no difference.
+        took: seconds of each nap by the letter of its verb, in order; a whole backward is one nap, ``"B"``.
+    """
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    rows: float = 0.0
+    took: dict[str, list[float]] = field(factory=dict)
+
+    def take(self, letter: str, rows: int) -> None:
         start = time.perf_counter()
-        nap(stage.forward_seconds)
-        napped = hidden * 1.0
-        stage.forwards.append(time.perf_counter() - start)
-        return napped
+        nap(self._seconds(letter) * (rows / self.rows if self.rows else 1.0))
+        self.took.setdefault(letter, []).append(time.perf_counter() - start)
+
+    def _seconds(self, letter: str) -> float:
+        halves = {"I": self.backward_input, "W": self.backward_weight}
+        return {"F": self.forward, "B": sum(halves.values()), **halves}[letter]
+
+
+@pe.splits_backward(weights=[1])
+class _Work(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, bias: Tensor, naps: Naps) -> Tensor:
+        ctx.naps = naps
+        naps.take("F", len(hidden))
+        return hidden + bias
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        start = time.perf_counter()
-        nap(ctx.stage.backward_seconds)
-        napped = grad * 1.0
-        ctx.stage.backwards.append(time.perf_counter() - start)
-        return napped, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        for_hidden, for_bias = ctx.needs_input_grad[:2]
+        if for_hidden or for_bias:
+            ctx.naps.take("B" if for_hidden and for_bias else "I" if for_hidden else "W", len(grads[0]))
+        return grads[0] * 1.0 if for_hidden else None, grads[0].sum(0) if for_bias else None, None
 
 
 class Sleeping(nn.Module):
-    """Adds a trained bias and naps; with zero seconds, the default, it is the empty stage.
+    """Adds a trained bias and naps.
 
-    hidden: ``[rows, width]``, float32. Its backward naps also when ``hidden`` needs no gradient. What each forward and
-    backward took, in seconds, is in ``forwards`` and ``backwards``, in order.
+    hidden: ``[rows, width]``, float32. The first stage, too, makes a gradient for it: all stages do the same work.
     """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(width))
-        self.forward_seconds = 0.0
-        self.backward_seconds = 0.0
-        self.forwards: list[float] = []
-        self.backwards: list[float] = []
+        self.naps = Naps()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        shifted: Tensor = _Nap.apply(hidden + self.bias, self)
+        if not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        return self.work(hidden)
+
+    def work(self, hidden: Tensor) -> Tensor:
+        shifted: Tensor = _Work.apply(hidden, self.bias, self.naps)  # type: ignore[no-untyped-call]
         return shifted
+
+
+class SleepingInTwo(Sleeping):
+    """The same for an engine that splits a backward between nodes, not within one: each half is a node of its own."""
+
+    def work(self, hidden: Tensor) -> Tensor:
+        shifted: Tensor = _InputHalf.apply(hidden, self.naps) + _WeightHalf.apply(self.bias, self.naps, len(hidden))  # type: ignore[no-untyped-call]
+        return shifted
+
+
+class _InputHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, naps: Naps) -> Tensor:
+        ctx.naps = naps
+        naps.take("F", len(hidden))
+        return hidden * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.naps.take("I", len(grads[0]))
+        return grads[0] * 1.0, None
+
+
+class _WeightHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, naps: Naps, rows: int) -> Tensor:
+        ctx.naps, ctx.rows = naps, rows
+        return bias * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.naps.take("W", ctx.rows)
+        return grads[0] * 1.0, None, None
