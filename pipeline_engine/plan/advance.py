@@ -13,10 +13,9 @@ them: the result is a pure function of the history, the same on all ranks.
     give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
     invalidate the caller is about to change what forwards depend on: what was given is finished, and forwards that ran
                ahead are run again when they are asked for
-    skip(k)    the caller wants no gradient for k
+    drop(ks)   the caller gives no gradient for ks any more
     finish     the items are exhausted: pass over whatever blocks until nothing does
     close(n)   the caller left after n items: what was not yielded is dropped, what was given is finished
-    drop_open  whatever was not given by now never will be
     run_closed nobody owns the loss but the engine: the whole of all programs at once
 
 Each event returns a ``Batch``: for every rank the actions that it adds, transfers included.
@@ -125,9 +124,12 @@ class Replica:
         self._repeat([_forwards_ahead(left, settled) for left in self._left])
         return self._transfers.end_batch()
 
-    def skip(self, microbatch: int) -> None:
-        """The caller wants no gradient for ``microbatch``."""
-        self._drop({microbatch})
+    def drop(self, microbatches: Collection[int]) -> None:
+        """The caller gives no gradient for ``microbatches`` any more."""
+        self.dropped.update(microbatches)
+        self._passing.difference_update(microbatches)
+        for left in self._left:
+            left.drop(microbatches)
 
     def finish(self) -> Batch:
         """The caller has asked for every item."""
@@ -138,14 +140,8 @@ class Replica:
 
     def close(self) -> Batch:
         """The caller left early: drop what was not yielded, finish what was given."""
-        self._drop(set(range(self.schedule.num_microbatches)) - self.yielded)
+        self.drop(set(range(self.schedule.num_microbatches)) - self.yielded)
         return self.finish()
-
-    def drop_open(self) -> frozenset[int]:
-        """Drop what was yielded and never given; returns which."""
-        dropped = self.open
-        self._drop(dropped)
-        return dropped
 
     def run_closed(self) -> Batch:
         """The engine owns the loss: every gradient is given on the last stage as soon as the output is there.
@@ -176,12 +172,6 @@ class Replica:
         self._passing.difference_update(microbatches)
         for left in self._left:
             left.give(microbatches)
-
-    def _drop(self, microbatches: Collection[int]) -> None:
-        self.dropped.update(microbatches)
-        self._passing.difference_update(microbatches)
-        for left in self._left:
-            left.drop(microbatches)
 
     def _repeat(self, repeated: Sequence[Collection[Compute]]) -> None:
         """Have actions that were performed performed once more, before all others; by rank."""

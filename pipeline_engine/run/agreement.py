@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from types import NoneType
 from typing import Any, NoReturn
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch.utils import _pytree as pytree
 
 from pipeline_engine.errors import TransportError, UsageError
@@ -18,6 +18,9 @@ from pipeline_engine.run.transports.base import Failure, Transport
 
 _SIGN = b"agreement "
 _PLAIN = (torch.Tensor, int, float, str, NoneType)  # leaves, told without the trouble of looking into them
+
+Held = Mapping[int, Collection[int]]
+"""By the number of a call, microbatches whose outputs some caller holds."""
 
 UNKNOWN = "unknown"
 """In the place of what a rank need not know; nothing is compared with it."""
@@ -32,15 +35,32 @@ class Word:
         past: by the number of a call that is not over, a mark of four bytes for each event of it.
         refusal: why this rank cannot make the call, if it cannot.
         counts: what this rank has counted; failures make ranks count differently, and the highest holds.
+        held: what this rank's caller still holds, of calls that are not over.
     """
 
     entries: Mapping[str, object]
     past: Mapping[int, bytes]
     refusal: Failure | None
     counts: tuple[int, ...] = ()
+    held: Held = field(factory=dict)
 
 
-def agree(transport: Transport, word: Word, *, deadline: float) -> tuple[Failure | None, tuple[int, ...]]:
+@frozen
+class Agreed:
+    """What all ranks know after they have spoken.
+
+    Attributes:
+        refusal: of the first rank that refuses, if any does.
+        counts: the highest of each.
+        held: what the caller of any rank holds.
+    """
+
+    refusal: Failure | None
+    counts: tuple[int, ...]
+    held: Held
+
+
+def agree(transport: Transport, word: Word, *, deadline: float) -> Agreed:
     """Exchange ``word`` with all ranks.  Collective.
 
     Args:
@@ -48,20 +68,18 @@ def agree(transport: Transport, word: Word, *, deadline: float) -> tuple[Failure
         word: of this rank.
         deadline: seconds to wait for the slowest rank.
 
-    Returns:
-        The first rank's refusal, if any rank refuses, and the highest counts.
-
     Raises:
         UsageError: on every rank, if two ranks differ; the message shows both sides.
     """
     words: list[Word] = [_unpacked(each) for each in transport.exchange(_packed(word), deadline=deadline)]
     counts = tuple(map(max, zip(*(each.counts for each in words), strict=True)))
+    held = {call: {m for each in words for m in each.held.get(call, ())} for call in word.held}
     for refusal in (each.refusal for each in words):
         if refusal is not None:
-            return refusal, counts
+            return Agreed(refusal, counts, held)
     for name in dict.fromkeys(name for each in words for name in each.entries):
         _compare(name, {rank: each.entries.get(name) for rank, each in enumerate(words)})
-    return None, counts
+    return Agreed(None, counts, held)
 
 
 def _compare(name: str, said: Mapping[int, Any]) -> None:

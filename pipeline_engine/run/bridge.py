@@ -20,7 +20,7 @@ from pipeline_engine.plan.history import History, Memory
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.agreement import Word, agree, passed
+from pipeline_engine.run.agreement import Held, Word, agree, passed
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.closed_loss import LossFunction, collects_losses
 from pipeline_engine.run.doing import Doing, report
@@ -70,6 +70,8 @@ class Pipeline:
             that a data parallel wrapper can be told to reduce in that one.  Which one is the last is known if every
             item gets its backward, or ``skip`` before the others have had theirs; an item that is left without either,
             and a loop that is left early, hide it.  Not for schedules that split backwards.
+        keep_open: whether outputs outlast the next call, and ``flush``: then a gradient may come as long as the caller
+            of some rank holds what leads to it.  By default both drop what was not given.
 
     Raises:
         UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
@@ -92,15 +94,16 @@ class Pipeline:
         rng: Rng = None,
         verify: bool = False,
         on_last_backward: OnLastBackward | None = None,
+        keep_open: bool = False,
     ) -> None:
         check_kinds(transport, deadline)
         self._transport, self._doing = transport, Doing()
         self._graph = graph
-        self._deadline, self._verify = float(deadline), verify
+        self._deadline, self._verify, self._keep_open = float(deadline), verify, keep_open
         self._tracer, self._on_last_backward = tracer, on_last_backward
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
         self._digest_for = cache(lambda count: digest_of(self._schedule_for(count)))
-        self._settings = {"max_in_flight": max_in_flight, "rng": rng}
+        self._settings = {"max_in_flight": max_in_flight, "rng": rng, "keep_open": keep_open}
         self._gatekeeper = Gatekeeper()
         self._memory = Memory()
         self._calls: list[Call] = []
@@ -182,13 +185,14 @@ class Pipeline:
         return as_given(self._everywhere(losses), call.order)
 
     def flush(self) -> None:
-        """Finish every gradient that was given, drop every output whose gradient was not, and sum those of ties.
+        """Finish every gradient that was given, and sum those of ties.
+
+        An output whose gradient was not given is dropped, or see ``keep_open``; a stream that is running ends.
 
         Raises:
             As ``stream``.
         """
-        self._agree("flush", {})
-        self._end_calls("the pipeline was flushed")
+        self._end_calls("the pipeline was flushed", self._agree("flush", {}))
         with self._guarded(), self._doing.meets("the sum of tied parameters"):
             self._ties.add_up(self._agreements)
 
@@ -212,14 +216,14 @@ class Pipeline:
     def invalidate(self) -> None:
         """Say on every rank, at the same point, that what forwards depend on is about to change.
 
-        To be called inside the loop over a stream, right before an optimizer step or any other change of state, which
-        cannot be detected.  The backwards of all that was given are finished, so that the gradients are those of one
-        process.  Forwards that ran ahead of the caller are dropped; they run again, under the new state and with the
-        same random numbers, when he asks for their outputs.
+        To be called right before an optimizer step or any other change of state, which
+        cannot be detected, and may be called inside the loop over a stream.  The backwards of all that was given are
+        finished, so that the gradients are those of one process.  Forwards that ran ahead of the caller are dropped;
+        they run again, under the new state and with the same random numbers, when he asks for their outputs.
         """
         self._check_open()
         for call in self._calls:
-            if call.is_running:
+            if not call.is_over:
                 call.invalidate()
 
     def close(self) -> None:
@@ -229,7 +233,7 @@ class Pipeline:
         self._is_closed = True
         try:
             if not self._transport.has_raised:
-                self._end_calls("the pipeline was closed")
+                self._end_calls("the pipeline was closed", {})
         except Exception as error:
             _log.warning("closed with work undone: %s", error)
         finally:
@@ -272,7 +276,7 @@ class Pipeline:
                 order, microbatches = ordered(microbatches, self._schedule_for)
             source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
             modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
-        self._agree(
+        held = self._agree(
             entry,
             {
                 "schedule": schedule.name,
@@ -284,7 +288,7 @@ class Pipeline:
                 **passed(given),
             },
         )
-        self._end_calls(f"{entry} was called", keep_open=True)
+        self._end_calls(f"{entry} was called", held, going_on=True)
         executor = Executor(
             rank=self._transport.rank,
             graph=self._graph,
@@ -332,8 +336,12 @@ class Pipeline:
             self._agree(entry, {}, failure_of(self._transport.rank, f"the planning of {entry}", error))
             raise
 
-    def _agree(self, entry: str, entries: Mapping[str, object], refusal: Failure | None = None) -> None:
-        """Before anything moves: all ranks are in the same call, and have done the same before."""
+    def _agree(self, entry: str, entries: Mapping[str, object], refusal: Failure | None = None) -> Held:
+        """Before anything moves: all ranks are in the same call, and have done the same before.
+
+        Returns:
+            what may stay open of the calls so far.
+        """
         self._check_open()
         self._doing.begin(entry)
         self._gatekeeper.forget()
@@ -342,11 +350,14 @@ class Pipeline:
             summaries = {f"history of call {call.number}": call.summary for call in self._calls}
             past = {call.number: bytes(call.marks) for call in self._calls}
             counts = (self._count, self._agreements)
-            word = Word({"entry point": entry, **entries, **summaries}, past, refusal, counts)
-            refused, (self._count, self._agreements) = agree(self._transport, word, deadline=self._deadline)
+            held = {call.number: call.held for call in self._calls} if self._keep_open else {}
+            word = Word({"entry point": entry, **entries, **summaries}, past, refusal, counts, held)
+            agreed = agree(self._transport, word, deadline=self._deadline)
+            self._count, self._agreements = agreed.counts
             self._agreements += 1
-        if refusal is None and refused is not None:
-            raise refused.as_error()
+        if refusal is None and agreed.refusal is not None:
+            raise agreed.refusal.as_error()
+        return agreed.held
 
     def _settle(self) -> None:
         """After a failure, once every rank has raised it: empty the channels and begin afresh."""
@@ -372,13 +383,13 @@ class Pipeline:
             received: list[torch.Tensor] = pickle.loads(words[self._graph.rank_of[self._graph.last_stage]])
             return received
 
-    def _end_calls(self, why: str, *, keep_open: bool = False) -> None:
-        """End the calls of the past; ``keep_open``: but not those that may go on."""
-        kept = [call for call in self._calls if keep_open and call.may_go_on]
+    def _end_calls(self, why: str, held: Held, *, going_on: bool = False) -> None:
+        """End the calls of the past except for what is held; ``going_on``: not those to which the caller comes back."""
         for call in self._calls:
-            if call not in kept:
-                call.end(why)
-        self._calls = kept
+            stays = call.is_running if self._keep_open else call.may_go_on
+            if not (going_on and stays):
+                call.end(why, held.get(call.number, ()))
+        self._calls = [call for call in self._calls if not call.is_over]
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

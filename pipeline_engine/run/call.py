@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from attrs import define, field
 
 from pipeline_engine.errors import UsageError
@@ -35,6 +37,7 @@ class Call:
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
         given: microbatches whose gradient was given.
+        gates: by microbatch, what lives as long as the caller can still give a gradient.
         marks: four bytes for each event so far, which depend on it and on all before.
     """
 
@@ -48,9 +51,11 @@ class Call:
     guard: Callable[[], AbstractContextManager[None]]
     is_running: bool = field(init=False, default=False)
     given: set[int] = field(init=False, factory=set)
+    gates: dict[int, weakref.ref[torch.Tensor]] = field(init=False, factory=dict)
     marks: bytearray = field(init=False, factory=bytearray)
     _deeds: list[tuple[object, ...]] = field(init=False, factory=list)
     _handed: Cargo | None = field(init=False, default=None)
+    _why_left: str = field(init=False, default="")
     _why_ended: str = field(init=False, default="")
     _why_dropped: dict[int, str] = field(init=False, factory=dict)
 
@@ -67,7 +72,8 @@ class Call:
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
-        self._check_not_over()
+        if why := self._why_ended or self._why_left:
+            raise UsageError(f"this {self.entry} cannot go on: it ended when {why}.")
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self._play("ask", microbatch)
@@ -114,13 +120,12 @@ class Call:
 
     def skip(self, microbatch: int) -> None:
         """The caller wants no gradient for ``microbatch``: free what is kept of it."""
-        self._check_not_over()
+        self._check_not_over(microbatch)
         if microbatch in self._why_dropped or not self.modes.differentiates:
             return
         if microbatch in self.given:
             raise UsageError(f"microbatch {self.order[microbatch]} cannot be skipped any more: its gradient was given.")
         self._expect_no_more_of([microbatch])
-        self._play("skip", microbatch)
         self._drop([microbatch], "was skipped")
 
     def check_may_give(self, microbatch: int) -> None:
@@ -136,20 +141,25 @@ class Call:
                 "first. Call the first with retain_graph=True, or add the losses up and call backward once."
             )
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, keep: Collection[int] = ()) -> None:
         """Finish what was given, drop the rest, and wait for all that is on its way.
 
         Args:
             why: what the caller did, for an error that a late backward raises.
+            keep: microbatches whose gradient may still come.  While there are such, the call is not over.
         """
         if self.is_over:
             return
-        self._expect_no_more_of(set(range(len(self.order))) - self.given)
-        self._play("close")
-        self._play("drop_open")
-        self._drop(self.open, f"was dropped when {why}")
-        self._play("drain")
-        self.abandon(why)
+        self._expect_no_more_of(set(range(len(self.order))).difference(self.given, keep))
+        if not self._why_left:
+            self._why_left = why
+            self._play("close")
+            self.executor.forget_ahead()
+        self._drop(self.open.difference(keep), f"was dropped when {why}")
+        self._free(self.executor.retained.difference(keep))
+        if not self.open and not self.executor.retained:
+            self._play("drain")
+            self.abandon(why)
 
     def abandon(self, why: str) -> None:
         """Free everything, without a word to other ranks."""
@@ -160,6 +170,11 @@ class Call:
     def may_go_on(self) -> bool:
         """Whether the caller of a later call may still come back to this one: a loop around it, or a late gradient."""
         return self.is_running or (self.entry == "forward" and bool(self.open or self.executor.retained))
+
+    @property
+    def held(self) -> set[int]:
+        """Microbatches whose gradient this rank's caller can still give, because he holds what leads to their gate."""
+        return {microbatch for microbatch, marker in self.gates.items() if marker() is not None}
 
     @property
     def open(self) -> set[int]:
@@ -174,9 +189,15 @@ class Call:
         else:
             self.executor.retained.difference_update(microbatches)
 
-    def _drop(self, microbatches: Iterable[int], why: str) -> None:
+    def _drop(self, microbatches: Collection[int], why: str) -> None:
+        if microbatches:
+            self._play("drop", tuple(sorted(microbatches)))
         self._why_dropped |= dict.fromkeys(microbatches, why)
+        self._free(microbatches)
+
+    def _free(self, microbatches: Collection[int]) -> None:
         self.executor.discard(microbatches)
+        self.executor.retained.difference_update(microbatches)
 
     def _expect_no_more_of(self, microbatches: Iterable[int]) -> None:
         """Known before the event is played, which may perform the last backward of what remains."""
@@ -199,11 +220,8 @@ class Call:
         self._deeds.append(deed)
         self.marks += zlib.crc32(repr(deed).encode(), int.from_bytes(self.marks[-4:])).to_bytes(4)
 
-    def _check_not_over(self, microbatch: int | None = None) -> None:
-        if not self.is_over:
-            return
-        if microbatch is None:
-            raise UsageError(f"this {self.entry} cannot go on: it ended when {self._why_ended}.")
-        raise UsageError(
-            f"backward through microbatch {self.order[microbatch]}, which was dropped when {self._why_ended}."
-        )
+    def _check_not_over(self, microbatch: int) -> None:
+        if self.is_over:
+            raise UsageError(
+                f"backward through microbatch {self.order[microbatch]}, which was dropped when {self._why_ended}."
+            )

@@ -7,6 +7,7 @@ visited, the engine in which order backwards run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ class Giving(Protocol):
     """What a gate needs of the call whose output it holds."""
 
     number: int
+    gates: dict[int, weakref.ref[torch.Tensor]]
 
     def check_may_give(self, microbatch: int) -> None:
         """Raise if the gradient of ``microbatch`` comes too late."""
@@ -49,16 +51,18 @@ class Gatekeeper:
         if not any(cargo.needs_grad):
             return cargo.tree()
         wanted = [leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True) if needs_grad]
-        anchor = torch.zeros((), requires_grad=True)
+        anchor, marker = torch.zeros((), requires_grad=True), torch.empty(0)
+        call.gates[microbatch] = weakref.ref(marker)
         places = [place for place, needs_grad in enumerate(cargo.needs_grad) if needs_grad]
+        count = len(cargo.leaves)  # the gate must not hold its own outputs
 
         def record(*grads: torch.Tensor | None) -> None:
             by_place = dict(zip(places, grads, strict=True))
-            every = tuple(by_place.get(place) for place in range(len(cargo.leaves)))
+            every = tuple(by_place.get(place) for place in range(count))
             retain = torch._C._autograd._get_current_graph_task_keep_graph()
             self._record(_Record(call, microbatch, every, retain))
 
-        gated = iter(_Gate.apply(anchor, record, wanted))  # type: ignore[no-untyped-call]
+        gated = iter(_Gate.apply(anchor, record, wanted, marker))  # type: ignore[no-untyped-call]
         leaves = [
             next(gated) if needs_grad else leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True)
         ]
@@ -92,17 +96,22 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, record: Callable[..., None], tensors: list[torch.Tensor]
+        ctx: Any,
+        anchor: torch.Tensor,
+        record: Callable[..., None],
+        tensors: list[torch.Tensor],
+        marker: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.record = record
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # so that a second backward without retain_graph is refused as usual
+        # So that a second backward without retain_graph is refused as usual, and the marker lives until the first.
+        ctx.save_for_backward(marker)
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise UsageError("create_graph=True: a pipeline keeps no graph of its backward; call backward without it.")
         ctx.record(*grads)
-        return None, None, None
+        return None, None, None, None

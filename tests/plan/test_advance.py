@@ -50,13 +50,14 @@ class Play:
                 assert not any(isinstance(action, (Forward, Yield)) for program in batch for action in program)
             case Skip(microbatch):
                 self.skipped.add(microbatch)
-                self.replica.skip(microbatch)
+                self.replica.drop([microbatch])
             case Finish():
                 self.perform(self.replica.finish())
 
     def end(self) -> None:
         self.perform(self.replica.close())
-        self.dropped = self.replica.drop_open()
+        self.dropped = self.replica.open
+        self.replica.drop(self.dropped)
         self.perform(self.replica.drain())
 
 

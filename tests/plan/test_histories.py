@@ -38,12 +38,12 @@ def play(replica: Replica, events: tuple[Event, ...], *, to_the_end: bool = True
             case Give(microbatches):
                 batches.append(replica.give(microbatches))
             case Skip(microbatch):
-                replica.skip(microbatch)
+                replica.drop([microbatch])
             case Finish():
                 batches.append(replica.finish())
     if to_the_end:
         batches.append(replica.close())
-        replica.drop_open()
+        replica.drop(replica.open)
         batches.append(replica.drain())
     return batches
 

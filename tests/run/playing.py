@@ -76,6 +76,7 @@ class Rank:
         schedule: str | pe.Schedule = "1f1b",
         make_stage: Callable[[int], Any] = Layer,
         deadline: float = DEADLINE,
+        **options: Any,
     ) -> None:
         name = "1f1b" if isinstance(schedule, pe.Schedule) else schedule
         self.number = transport.rank
@@ -85,7 +86,7 @@ class Rank:
         for stage in self.stages.values():
             stage.log = self.log
         self.pipeline = pe.Pipeline(
-            self.stages, graph=self.graph, schedule=schedule, transport=transport, deadline=deadline
+            self.stages, graph=self.graph, schedule=schedule, transport=transport, deadline=deadline, **options
         )
 
     @property
@@ -119,11 +120,12 @@ def on_ranks(
     num_ranks: int = 2,
     schedule: str | pe.Schedule = "1f1b",
     make_stage: Callable[[int], Any] = Layer,
+    **options: Any,
 ) -> list[T]:
-    """``function(rank)`` on every rank, in threads; the pipeline is closed afterwards."""
+    """``function(rank)`` on every rank, in threads; the pipeline is closed afterwards.  Options are the pipeline's."""
 
     def on_rank(transport: Transport) -> T:
-        rank = Rank(transport, schedule, make_stage)
+        rank = Rank(transport, schedule, make_stage, **options)
         with rank.pipeline:
             return function(rank)
 

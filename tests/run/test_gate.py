@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -154,3 +156,21 @@ def test_the_callers_own_parameters_get_their_gradients_on_every_rank() -> None:
 
     first, second, third = on_ranks(on_rank, 3)
     assert first is not None and torch.equal(first, second) and torch.equal(second, third)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_outputs_that_the_caller_lets_go_of_are_freed_without_the_garbage_collector(with_backward: bool) -> None:
+    def on_rank(rank: Rank) -> list[bool]:
+        alive = []
+        for item in rank.pipeline.stream(batch(ROWS)):
+            alive.append(weakref.ref(item.outputs))
+            if with_backward:
+                loss_of(item.outputs, item.index).backward()
+        del item
+        return [output() is not None for output in alive]
+
+    gc.disable()
+    try:
+        assert on_ranks(on_rank, 3) == [[False] * 5] * 3
+    finally:
+        gc.enable()
