@@ -49,6 +49,7 @@ class Replica:
         yielded: microbatches that the caller was handed.
         given: microbatches whose gradient he has given.
         dropped: microbatches of which nothing more is computed.
+        num_microbatches: how many there are.
     """
 
     def __init__(
@@ -60,9 +61,11 @@ class Replica:
         self.yielded: set[int] = set()
         self.given: set[int] = set()
         self.dropped: set[int] = set()
+        self.num_microbatches = 0
         self._passing: set[int] = set()  # deferred and not given: backwards are passed over
         self._numbering = numbering_of(schedule.graph)
-        self._made = bytearray(schedule.num_microbatches * self._numbering.width)  # by number: whether it is made
+        self._made = bytearray()  # by number: whether it is made
+        self._grow(schedule.num_microbatches)
         self._left = [Remaining(program) for program in _computing(schedule)]
         self._transfers = Transfers(self.graph, hand_out=hand_out, rank=rank)
         self._closed_loop = False
@@ -140,7 +143,7 @@ class Replica:
 
     def close(self) -> Batch:
         """The caller left early: drop what was not yielded, finish what was given."""
-        self.drop(set(range(self.schedule.num_microbatches)) - self.yielded)
+        self.drop(set(range(self.num_microbatches)) - self.yielded)
         return self.finish()
 
     def run_closed(self) -> Batch:
@@ -149,7 +152,7 @@ class Replica:
         Raises:
             ScheduleError: the programs cannot reach their end.
         """
-        self._give(range(self.schedule.num_microbatches))
+        self._give(range(self.num_microbatches))
         self._closed_loop = True
         self._advance(forwards=True)
         if not self.is_done:
@@ -160,6 +163,10 @@ class Replica:
         """Nothing will be computed any more: wait for all that is on its way."""
         self._transfers.drain()
         return self._transfers.end_batch()
+
+    def _grow(self, count: int) -> None:
+        self.num_microbatches += count
+        self._made.extend(bytes(count * self._numbering.width))
 
     def _begin(self) -> None:
         """Forwards may run again."""

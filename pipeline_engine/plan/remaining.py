@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from heapq import heappop, heappush
 
 from attrs import define, field
@@ -18,7 +18,7 @@ class Remaining:
     are repeated.
     """
 
-    program: Sequence[Compute]
+    program: list[Compute]
     _next: int = 0
     _again: list[Compute] = field(factory=list)  # performed before, and to be performed once more
     _passed: dict[int, list[int]] = field(factory=dict)  # by microbatch: steps of the program
@@ -59,6 +59,10 @@ class Remaining:
                 return action
             self._next += 1
         return None
+
+    def extend(self, actions: Iterable[Compute]) -> None:
+        """The program goes on with these."""
+        self.program.extend(actions)
 
     def take(self) -> None:
         """The head is performed."""

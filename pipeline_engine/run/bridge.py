@@ -20,6 +20,7 @@ from pipeline_engine.plan.history import History, Memory
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
+from pipeline_engine.plan.waves import WavesReplica
 from pipeline_engine.run.agreement import Held, Word, agree, passed
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.closed_loss import LossFunction, collects_losses
@@ -40,6 +41,7 @@ from pipeline_engine.run.stage import StageFunction
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
 from pipeline_engine.run.transports.base import Failure, Transport
+from pipeline_engine.run.waves import Waves
 from pipeline_engine.run.yielded import Yielded
 
 _log = logging.getLogger(__name__)
@@ -146,6 +148,19 @@ class Pipeline:
             DeadlineError: a wait took longer than ``deadline``; the message says what every rank does.
         """
         return self._items(self._begin("stream", microbatches, num_microbatches))
+
+    def waves(self) -> Waves:
+        """Begin a call whose microbatches are not known yet: they are added, and taken, some at a time.
+
+        For a caller who takes several outputs before he gives a gradient, and who plans what comes next while he is
+        under way.  ``order``, ``max_in_flight`` and ``on_last_backward`` play no part: the caller bounds what runs ahead
+        by what he adds.
+
+        Raises:
+            As ``stream``.
+        """
+        queue: deque[Microbatch] = deque()
+        return Waves(self._begin("waves", iter(queue.popleft, None), 0), queue, self._check_open)
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
         """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
@@ -268,11 +283,11 @@ class Pipeline:
     ) -> Call:
         with self._refusing(entry):
             given, order = microbatches, None
-            if entry == "stream" and any(call.is_running for call in self._calls):
+            if entry in ("stream", "waves") and any(call.is_running for call in self._calls):
                 raise UsageError(
                     "a stream of this pipeline is still running: let it run out, leave its loop or close() it first."
                 )
-            if self._ordering == "planned":
+            if self._ordering == "planned" and entry != "waves":
                 order, microbatches = ordered(microbatches, self._schedule_for)
             source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
             modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
@@ -306,12 +321,18 @@ class Pipeline:
             last_backward=LastBackward(source.count, self._on_last_backward) if self._on_last_backward else None,
             doing=self._doing,
         )
-        forward_only, rank = not modes.differentiates, self._transport.rank
+        forward_only, rank, grows = not modes.differentiates, self._transport.rank, entry == "waves"
+
+        def make_replica() -> Replica:
+            if grows:
+                return WavesReplica(self._schedule_for, forward_only=forward_only, rank=rank)
+            return Replica(schedule, forward_only=forward_only, hand_out=hand_out, rank=rank)
+
         history = History(
-            make_replica=lambda: Replica(schedule, forward_only=forward_only, hand_out=hand_out, rank=rank),
+            make_replica=make_replica,
             rank=rank,
             memory=self._memory,
-            moment=self._memory.beginning((source.count, forward_only, hand_out)),
+            moment=self._memory.beginning((source.count, forward_only, hand_out, grows)),
         )
         places = order or range(source.count)
         call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._guarded)

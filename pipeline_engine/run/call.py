@@ -72,8 +72,7 @@ class Call:
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
-        if why := self._why_ended or self._why_left:
-            raise UsageError(f"this {self.entry} cannot go on: it ended when {why}.")
+        self._check_may_go_on()
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self._play("ask", microbatch)
@@ -103,6 +102,12 @@ class Call:
             self._play("give", first)
         if again:
             self._play("give_again", again)
+
+    def announce(self, count: int) -> None:
+        """So many more microbatches are there, in a call that grows."""
+        self._check_may_go_on()
+        self.order = range(len(self.order) + count)
+        self._play("announce", count)
 
     def invalidate(self) -> None:
         """Drop what has run ahead of the caller; it is run again when he asks for it."""
@@ -219,6 +224,10 @@ class Call:
     def _note(self, *deed: object) -> None:
         self._deeds.append(deed)
         self.marks += zlib.crc32(repr(deed).encode(), int.from_bytes(self.marks[-4:])).to_bytes(4)
+
+    def _check_may_go_on(self) -> None:
+        if why := self._why_ended or self._why_left:
+            raise UsageError(f"this {self.entry} cannot go on: it ended when {why}.")
 
     def _check_not_over(self, microbatch: int) -> None:
         if self.is_over:

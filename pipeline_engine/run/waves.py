@@ -1,0 +1,66 @@
+"""Waves: a call that grows.  The caller adds microbatches while it runs, and takes them wave by wave."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attrs import define, field
+
+from pipeline_engine.errors import UsageError
+from pipeline_engine.run.call import Call
+from pipeline_engine.run.microbatch import Microbatch
+
+
+@define(eq=False)
+class Waves:
+    """One call of ``Pipeline.waves``; every rank adds and takes the same waves at the same points.
+
+    What was added runs ahead of the caller, as far as 1F1B in waves goes; what was not added does not.
+
+    Args:
+        call: the call.
+        queue: where the call reads its microbatches.
+        check_open: raises if the pipeline is closed.
+    """
+
+    _call: Call
+    _queue: deque[Microbatch]
+    _check_open: Callable[[], None]
+    _sizes: deque[int] = field(init=False, factory=deque)  # of the waves that were added and not taken
+    _taken: int = field(init=False, default=0)
+
+    @property
+    def waiting(self) -> int:
+        """How many waves were added and not taken yet."""
+        return len(self._sizes)
+
+    def add(self, microbatches: Sequence[Microbatch]) -> None:
+        """One more wave, of any number of microbatches; it may run from the next ``take`` on.
+
+        Raises:
+            UsageError: the call has ended.
+        """
+        self._check_open()
+        self._queue.extend(microbatches)
+        self._sizes.append(len(microbatches))
+        self._call.announce(len(microbatches))
+
+    def take(self) -> list[Any]:
+        """The outputs of the next wave, in the order of its microbatches; ``backward()`` on them is the caller's.
+
+        Raises:
+            UsageError: there is no wave to take, or the call has ended.
+            PeerFailedError, TransportError, DeadlineError: as ``Pipeline.stream``.
+        """
+        self._check_open()
+        if not self._sizes:
+            raise UsageError("there is no wave to take: add one before.")
+        self._call.is_running = True
+        first, self._taken = self._taken, self._taken + self._sizes.popleft()
+        return [self._call.ask(microbatch) for microbatch in range(first, self._taken)]
+
+    def end(self) -> None:
+        """No wave will be taken any more.  Gradients of what was taken may still be given."""
+        self._call.is_running = False
