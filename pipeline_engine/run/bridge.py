@@ -153,8 +153,8 @@ class Pipeline:
         """Begin a call whose microbatches are not known yet: they are added, and taken, some at a time.
 
         For a caller who takes several outputs before he gives a gradient, and who plans what comes next while he is
-        under way.  ``order``, ``max_in_flight`` and ``on_last_backward`` play no part: the caller bounds what runs ahead
-        by what he adds.
+        under way.  ``order``, ``max_in_flight`` and ``on_last_backward`` play no part: what runs ahead is bounded by
+        what he adds.
 
         Raises:
             As ``stream``.
