@@ -10,6 +10,8 @@ import torch
 from attrs import evolve, frozen
 from torch.utils import _pytree as pytree
 
+from pipeline_engine.errors import UsageError
+
 
 @frozen(eq=False)
 class Cargo:
@@ -107,7 +109,15 @@ def _learn_dataclass(kind: type) -> bool:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.layout is not torch.strided or leaf.is_nested or hasattr(leaf, "to_local"):
+        kind = type(leaf).__name__ if type(leaf) is not torch.Tensor else f"tensor of layout {leaf.layout}"
+        raise UsageError(
+            f"a stage returned a {kind}; only plain dense tensors travel between stages: return those that it is made "
+            "of (for a DTensor: to_local()), and make it again in the next stage."
+        )
+    return leaf.detach()
 
 
 def _needs_grad(leaf: Any) -> bool:

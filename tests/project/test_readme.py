@@ -57,6 +57,7 @@ HOW = {
     "as in tests/adapter/test_stages.py",
     "run: sh",
     "run: with pdoc",
+    "as in tests/run/test_wrappers.py",
     "run by .ci/run",
 }
 """Each is the argument of a ``blocks`` or ``block`` below."""
@@ -213,6 +214,12 @@ def test_the_lines_for_a_trainer_are_those_that_are_tried() -> None:
     diff = block("as in tests/adapter/test_stages.py").splitlines()
     for line in (line[1:].strip() for line in diff if line.startswith("+")):
         assert line in tried, line
+
+
+def test_the_lines_for_wrappers_are_those_that_are_tried() -> None:
+    tried = (ROOT / "tests/run/test_wrappers.py").read_text()
+    lines = [line.partition("  #")[0].strip() for line in block("as in tests/run/test_wrappers.py").splitlines()[1:]]
+    assert all(line in tried for line in lines) and "on_last_backward=reduce_now" in tried
 
 
 def test_commands_answer(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import dataclasses
 from collections import OrderedDict, namedtuple
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline_engine.errors import UsageError
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo, aligned, flatten
 from pipeline_engine.run.wire import Stamp
 
@@ -127,3 +129,15 @@ class Checked:
 
     def __post_init__(self) -> None:
         assert isinstance(self.x, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (torch.eye(2).to_sparse(), "tensor of layout torch.sparse_coo"),
+        (torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "NestedTensor"),
+    ],
+)
+def test_a_tensor_that_is_no_plain_memory_is_refused_with_the_cure(leaf: torch.Tensor, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"a stage returned a {kind}; only plain dense tensors travel.*return those"):
+        Cargo.of((torch.ones(1), leaf))

@@ -297,3 +297,26 @@ def test_products_are_as_many_as_without_a_pipeline() -> None:
                     value = stage(value)
                 loss_of(value, number).backward()
         assert counts == plain, schedule
+
+
+def test_tensors_that_share_memory_arrive_apart() -> None:
+    """What a next stage writes to one of them is not seen in the other.  Here a cut shows: in one process it is."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def views(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = weight * x
+        return y, y[1:]
+
+    def changed(pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        whole, part = pair
+        return whole.mul_(3), part * part
+
+    def on_rank(transport: Transport) -> list[list[float]]:
+        graph, stages = pe.StageGraph.chain(2, 2), {transport.rank: [views, changed][transport.rank]}
+        with pe.Pipeline(stages, graph=graph, schedule="1f1b", transport=transport, deadline=DEADLINE) as pipeline:
+            ((whole, part),) = pipeline.forward([pe.Microbatch((torch.ones(2),))])
+            (whole.sum() + part.sum()).backward()
+        return [whole.tolist(), part.tolist()]
+
+    assert run_ranks_in_threads(on_rank, 2) == [[[3.0, 6.0], [4.0]]] * 2
+    assert weight.grad is not None and weight.grad.tolist() == [3.0, 7.0]
