@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         pp=options.pp,
         dp=options.dp,
         tp=options.tp,
+        cp=options.cp,
         virtual=options.virtual,
         schedule=options.schedule,
         steps=options.steps,
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"canary: {error}", file=sys.stderr)
         return 2
     started = time.perf_counter()
-    sizes = f"pp={plan.pp} dp={plan.dp}, schedule {plan.schedule}, {plan.steps} steps"
+    cut = f"pp={plan.pp} dp={plan.dp} tp={plan.tp} cp={plan.cp} virtual={plan.virtual}"
+    sizes = f"{cut}, schedule {plan.schedule_that_runs}, {plan.steps} steps"
     print(f"{plan.ranks} processes over {plan.host}: {sizes}", flush=True)
     pipelined = run(plan)
     print(f"{plan.on_one_stage().ranks} process(es): the same on one stage", flush=True)
@@ -60,8 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     canary.add_argument("--pp", type=_at_least_one, default=2, help="pipeline stages (default 2)")
     canary.add_argument("--dp", type=_at_least_one, default=1, help="data-parallel ranks (default 1)")
     canary.add_argument("--tp", type=_at_least_one, default=1, help="tensor-parallel ranks (default 1)")
+    canary.add_argument("--cp", type=_at_least_one, default=1, help="context-parallel ranks (default 1)")
     canary.add_argument("--virtual", type=_at_least_one, default=1, help="model chunks per rank (default 1)")
-    canary.add_argument("--schedule", default="1f1b", help="name of the pipeline schedule (default 1f1b)")
+    canary.add_argument("--schedule", help="name of the pipeline schedule (default: what fits the stages)")
     canary.add_argument("--steps", type=_at_least_one, default=3, help="optimizer steps (default 3)")
     canary.add_argument("--json", type=Path, metavar="FILE", help="write the result as data")
     return parser

@@ -23,6 +23,7 @@ from .canary_host import CanaryHost, canary_host, host_name
 from .compat import slot_parameters_by_name
 from .records import tensors_of
 from .runtime import language_model
+from .scheduling import chain_of, schedule_for
 from .tiny_gpt import Cut, Shape, licence_text_inputs, named_globally
 from .topology import Topology, check_supported
 from .trainer import TrainerRank
@@ -40,8 +41,9 @@ class Plan:
     """What the canary runs.
 
     Attributes:
-        pp, dp, tp, virtual: pipeline stages, data-parallel and tensor-parallel ranks, chunks per rank.
-        schedule: a name of ``pipeline_engine.SCHEDULES``.
+        pp, dp, tp, cp, virtual: ranks of a pipeline, data-, tensor- and context-parallel ranks, chunks per rank;
+            tensor-parallel ranks also share out the sequence.
+        schedule: a name of ``pipeline_engine.SCHEDULES``, or None for what the trainer chooses.
         steps: optimizer steps.
         timeout: seconds for each of the two runs.
         host: ``reference`` or ``art``; what the environment asks for.
@@ -50,8 +52,9 @@ class Plan:
     pp: int = 2
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     virtual: int = 1
-    schedule: str = "1f1b"
+    schedule: str | None = None
     steps: int = 3
     timeout: float = 120.0
     host: str = attrs.field(factory=host_name)
@@ -59,7 +62,28 @@ class Plan:
     @property
     def ranks(self) -> int:
         """Processes of the pipelined run."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.tp * self.cp
+
+    @property
+    def cut(self) -> Cut:
+        """How the model is spread over the ranks."""
+        return Cut(
+            tensor=self.tp,
+            context=self.cp,
+            pipeline=self.pp,
+            virtual=self.virtual,
+            sequence_parallel=self.tp > 1,
+        )
+
+    @property
+    def graph(self) -> pe.StageGraph:
+        """The stages of one pipeline."""
+        return chain_of(ranks=self.pp, chunks=self.virtual)
+
+    @property
+    def schedule_that_runs(self) -> str:
+        """The schedule that was asked for, or else the trainer's choice."""
+        return self.schedule or schedule_for(self.graph)
 
     def on_one_stage(self) -> Plan:
         """The matched reference."""
@@ -79,7 +103,7 @@ def run(plan: Plan) -> list[Seen]:
 def train(rank: int, plan: Plan) -> bytes:
     """One rank's training run; what it saw, pickled."""
     host = canary_host(memory_budget_bytes=MEMORY_BUDGET)
-    runtime = host.build(Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual))
+    runtime = host.build(plan.cut)
     trainer = TrainerRank(runtime, schedule=plan.schedule, **host.trainer_options)
     trainer.load_checkpoint_slot(SLOT, host.adapter(runtime.provider), alpha=8.0, **host.load_options)
     trainer.set_checkpoint(SLOT)
@@ -90,11 +114,15 @@ def train(rank: int, plan: Plan) -> bytes:
     seconds = time.perf_counter() - started
     seen = Seen(
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
+        shard=(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+        ),
         steps=steps,
         seconds=seconds,
         weights=_weights(trainer),
-        bytes_per_channel=trainer.stages.pipeline.bytes_per_channel if plan.pp > 1 else {},
+        bytes_per_channel=trainer.stages.pipeline.bytes_per_channel if plan.graph.num_stages > 1 else {},
         peak_in_flight=watch.peak,
         num_windows=max(int(step["windows"]["number"]) for step in steps),
     )
@@ -111,7 +139,7 @@ def _head_of(trainer: Any, hidden_size: int) -> torch.nn.Module:
 
 def _weights(trainer: Any) -> dict[str, int]:
     """Elements of every parameter that this rank holds, by its name in the whole model."""
-    own = dict(named_globally(language_model(trainer.runtime.model[0])))
+    own = {name: weight for chunk in trainer.runtime.model for name, weight in named_globally(language_model(chunk))}
     held = {id(parameter) for parameter in own.values()}
     slots = {name: p for name, p in slot_parameters_by_name(trainer) if id(p) not in held}
     return {name: parameter.numel() for name, parameter in {**own, **slots}.items()}
@@ -122,7 +150,8 @@ class Seen:
     """What one rank saw.
 
     Attributes:
-        stage, dp_rank: where it stands.
+        stage: its rank in its pipeline.
+        shard: its data-, context- and tensor-parallel rank; the ranks of one pipeline have the same.
         steps: for each optimizer step, tensors by name of the check and then by name or place.
         seconds: for all steps.
         weights: number of elements of each parameter that this rank holds, by its name in the whole model.
@@ -132,7 +161,7 @@ class Seen:
     """
 
     stage: int
-    dp_rank: int
+    shard: tuple[int, int, int]
     steps: list[dict[str, dict[str, torch.Tensor]]]
     seconds: float
     weights: dict[str, int]
@@ -153,9 +182,10 @@ class Watch:
 
     @classmethod
     def over(cls, trainer: Any) -> Watch:
-        """Watch the decoder of this trainer from now on."""
+        """Watch the decoders of this trainer from now on."""
         watch = cls()
-        language_model(trainer.runtime.model[0]).decoder.register_forward_hook(watch._mark)
+        for chunk in trainer.runtime.model:
+            language_model(chunk).decoder.register_forward_hook(watch._mark)
         return watch
 
     def _mark(self, decoder: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -258,6 +288,6 @@ def check_plan(plan: Plan) -> None:
         ValueError: an unknown schedule, or more stages than layers.
         UnsupportedTopologyError: a combination of parallel sizes that a pipelined trainer refuses.
     """
-    Cut(tensor=plan.tp, pipeline=plan.pp, virtual=plan.virtual).counts(Shape().layers)
-    pe.build(plan.schedule, pe.StageGraph.chain(plan.pp, plan.pp), num_microbatches=1)
-    check_supported(Topology(plan.pp, plan.tp, context=1, expert=1, chunks=plan.virtual))
+    plan.cut.counts(Shape().layers)
+    pe.build(plan.schedule_that_runs, plan.graph, num_microbatches=1)
+    check_supported(Topology(plan.pp, plan.tp, plan.cp, expert=1, chunks=plan.virtual))

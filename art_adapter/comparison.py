@@ -70,7 +70,7 @@ def _difference(name: str, step: int, pipelined: Sequence[Seen], expected: Seen)
     Outputs, losses and heads are on every stage and all are compared; model gradients and parameters are on one.
     """
     wanted = expected.steps[step][name]
-    stages = [seen.steps[step][name] for seen in pipelined if seen.dp_rank == expected.dp_rank]
+    stages = [seen.steps[step][name] for seen in pipelined if seen.shard == expected.shard]
     found = {key for values in stages for key in values}
     if found != wanted.keys():
         return math.inf
@@ -91,12 +91,11 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def _misplaced(pipelined: Sequence[Seen], reference: Sequence[Seen]) -> float:
     """Elements of parameters that no stage holds, or that a second one holds as well."""
-    whole = reference[0].weights
     wrong = 0
-    for dp_rank in {seen.dp_rank for seen in pipelined}:
-        held = [name for seen in pipelined if seen.dp_rank == dp_rank for name in seen.weights]
-        wrong += sum(size * abs(held.count(name) - 1) for name, size in whole.items())
-        wrong += sum(name not in whole for name in held)
+    for expected in reference:
+        held = [name for seen in pipelined if seen.shard == expected.shard for name in seen.weights]
+        wrong += sum(size * abs(held.count(name) - 1) for name, size in expected.weights.items())
+        wrong += sum(name not in expected.weights for name in held)
     return float(wrong)
 
 
@@ -104,7 +103,7 @@ def _too_many(plan: Plan, pipelined: Sequence[Seen]) -> float:
     """By how many the live decoder graphs of any rank exceeded the schedule's figure."""
     excess = 0
     for seen in pipelined:
-        schedule = pe.build(plan.schedule, pe.StageGraph.chain(plan.pp, plan.pp), seen.num_windows)
+        schedule = pe.build(plan.schedule_that_runs, plan.graph, seen.num_windows)
         allowed = pe.simulate(schedule, pe.Costs()).peak_in_flight[seen.stage]
         excess = max(excess, seen.peak_in_flight - allowed)
     return float(excess)
@@ -122,8 +121,9 @@ def as_data(plan: Plan, pipelined: Sequence[Seen], seconds: float, checks: dict[
         "pp": plan.pp,
         "dp": plan.dp,
         "tp": plan.tp,
+        "cp": plan.cp,
         "virtual": plan.virtual,
-        "schedule": plan.schedule,
+        "schedule": plan.schedule_that_runs,
         "steps": plan.steps,
         "seconds": seconds,
         "parameters_per_rank": [sum(seen.weights.values()) for seen in pipelined],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import zlib
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,8 +18,11 @@ import torch
 import pipeline_engine as pe
 
 from .agreement import check_same
+from .chunks import graph_of
 from .compat import boundary_input
 from .records import Tensors
+from .runtime import language_model
+from .scheduling import log_choice, schedule_for
 
 Outputs = list[Tensors]
 """For each item of a group its output tensors, in a fixed order; None for what was not asked for."""
@@ -71,37 +75,44 @@ def _asked(item: Any) -> str:
 
 
 class StageExecutor:
-    """This rank's stage of a model and the pipeline that it is part of.
+    """This rank's stages of a model and the pipeline that they are part of.
 
     Args:
-        model: the chunk of this stage; its boundary input is set with ``set_input_tensor``.
+        chunks: of the model on this rank, as in ``runtime.model``; the boundary input of each is set with
+            ``set_input_tensor``.
         process_group: the ranks of the pipeline, in stage order.
-        hidden: ``hidden(group)`` returns the decoder's output ``[tokens, 1, hidden]`` of this stage.
-        outputs: ``outputs(group)`` returns the tensors of every item; called on the last stage.
-        schedule: a name of ``pipeline_engine.SCHEDULES``.
+        hidden: ``hidden(chunk, group)`` returns the decoder's output ``[tokens, 1, hidden]`` of a chunk.
+        outputs: ``outputs(chunk, group)`` returns the tensors of every item; called on the last stage.
+        schedule: a name of ``pipeline_engine.SCHEDULES``; by default what fits the number of chunks.
         deadline: seconds that any single wait for another stage may take.
+
+    Raises:
+        UsageError: the chunks of all ranks together are not the model.
     """
 
     def __init__(
         self,
-        model: Any,
+        chunks: Sequence[Any],
         process_group: Any,
         *,
-        hidden: Callable[[Group], torch.Tensor],
-        outputs: Callable[[Group], Outputs],
-        schedule: str = "1f1b",
+        hidden: Callable[[Any, Group], torch.Tensor],
+        outputs: Callable[[Any, Group], Outputs],
+        schedule: str | None = None,
         deadline: float = 600.0,
     ) -> None:
         transport = pe.TorchTransport(process_group)
-        ranks = transport.num_ranks
-        self._model = model
+        rank, graph = transport.rank, graph_of(chunks, process_group)
         self._process_group = process_group
-        self._forward = outputs if transport.rank == ranks - 1 else hidden
-        self._device = next(model.parameters()).device
+        self._device = next(chunks[0].parameters()).device
+        self.schedule = schedule or schedule_for(graph)
+        log_choice(self.schedule, graph, rank=rank, was_named=schedule is not None)
         self.pipeline = pe.Pipeline(
-            {transport.rank: self._stage},
-            graph=pe.StageGraph.chain(stages=ranks, ranks=ranks),
-            schedule=schedule,
+            {
+                stage: partial(_run, chunk, outputs if stage == graph.last_stage else hidden)
+                for stage, chunk in zip(graph.stages_of(rank), chunks, strict=True)
+            },
+            graph=graph,
+            schedule=self.schedule,
             transport=transport,
             deadline=deadline,
         )
@@ -134,9 +145,10 @@ class StageExecutor:
         """Outputs of all ``groups`` at once, on every stage; the caller's backward drives the rest."""
         return self.pipeline.forward([_microbatch(group) for group in groups])
 
-    def _stage(self, *received: torch.Tensor, group: Group) -> Any:
-        with boundary_input(self._model, received):
-            return group.run(self._forward)
+
+def _run(chunk: Any, forward: Callable[[Any, Group], Any], *received: torch.Tensor, group: Group) -> Any:
+    with boundary_input(language_model(chunk), received):
+        return group.run(partial(forward, chunk))
 
 
 def _microbatch(group: Group) -> pe.Microbatch:

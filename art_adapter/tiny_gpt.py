@@ -47,13 +47,15 @@ class Cut:
     """How the model is spread over ranks.
 
     Attributes:
-        tensor, pipeline: numbers of ranks.
-        virtual: chunks per pipeline rank; stage v * pipeline + p is chunk v of rank p.
+        tensor, context, pipeline: numbers of ranks.
+        virtual: chunks per pipeline rank; stage v * pipeline + p is chunk v of rank p.  Megatron has no virtual stages
+            on one rank: there the layers are numbered here.
         layers_per_stage: one number >= 1 per stage, or None for as even as possible, the larger ones first.
         sequence_parallel: whether tensor-parallel ranks also share out the sequence.
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     virtual: int = 1
     layers_per_stage: Sequence[int] | None = attrs.field(default=None, converter=attrs.converters.optional(tuple))
@@ -63,14 +65,17 @@ class Cut:
     def stages(self) -> int:
         return self.pipeline * self.virtual
 
+    @property
+    def virtual_in_megatron(self) -> int | None:
+        """What Megatron's configuration says."""
+        return self.virtual if self.virtual > 1 and self.pipeline > 1 else None
+
     def counts(self, layers: int) -> tuple[int, ...]:
         """Layers of each stage.
 
         Raises:
             ValueError: the stages cannot be filled, or the given numbers do not add up.
         """
-        if self.virtual > 1 and self.pipeline == 1:
-            raise ValueError(f"virtual={self.virtual} needs pipeline > 1: Megatron has no virtual stages on one rank")
         if self.stages > layers:
             raise ValueError(f"{self.stages} stages need at least {self.stages} layers, the model has {layers}")
         whole, rest = divmod(layers, self.stages)
@@ -94,14 +99,19 @@ def build_runtime(shape: Shape = Shape(), cut: Cut = Cut(), *, train_base: bool 
     Raises:
         ValueError: the cut does not fit the model or the world; no process has talked to another yet.
     """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     cut.counts(shape.layers)
     world = dist.get_world_size()
-    if world % (cut.tensor * cut.pipeline):
-        raise ValueError(f"a world of {world} ranks cannot hold tensor={cut.tensor} times pipeline={cut.pipeline}")
+    if world % (cut.tensor * cut.context * cut.pipeline):
+        sizes = f"tensor={cut.tensor} times context={cut.context} times pipeline={cut.pipeline}"
+        raise ValueError(f"a world of {world} ranks cannot hold {sizes}")
     initialise_parallel_state(cut)
     config = transformer_config(shape, cut)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    chunks = [_chunk(shape, cut, config, chunk).to(device) for chunk in range(cut.virtual)]
+    layer = get_gpt_layer_local_spec(normalization=shape.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    chunks = [make_chunk(shape, cut, config, number, layer).to(device) for number in range(cut.virtual)]
     for chunk in chunks:
         fill(chunk, config, seed)
         chunk.requires_grad_(train_base)
@@ -166,10 +176,10 @@ def initialise_parallel_state(cut: Cut) -> None:
     run_megatron_on_cpu()
     from megatron.core import parallel_state, tensor_parallel
 
-    virtual = cut.virtual if cut.virtual > 1 else None
+    virtual = cut.virtual_in_megatron
     if not _already_cut_like(cut):
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(cut.tensor, cut.pipeline, virtual)
+        parallel_state.initialize_model_parallel(cut.tensor, cut.pipeline, virtual, context_parallel_size=cut.context)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -177,8 +187,9 @@ def initialise_parallel_state(cut: Cut) -> None:
 def _already_cut_like(cut: Cut) -> bool:
     from megatron.core import parallel_state
 
-    return parallel_state.model_parallel_is_initialized() and (cut.tensor, cut.pipeline) == (
+    return parallel_state.model_parallel_is_initialized() and (cut.tensor, cut.context, cut.pipeline) == (
         parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
 
@@ -206,8 +217,9 @@ def transformer_config(shape: Shape, cut: Cut) -> Any:
         pipeline_dtype=shape.dtype,
         bf16=shape.dtype == torch.bfloat16,
         tensor_model_parallel_size=cut.tensor,
+        context_parallel_size=cut.context,
         pipeline_model_parallel_size=cut.pipeline,
-        virtual_pipeline_model_parallel_size=cut.virtual if cut.virtual > 1 else None,
+        virtual_pipeline_model_parallel_size=cut.virtual_in_megatron,
         pipeline_model_parallel_layout=layout if cut.pipeline > 1 else None,
         sequence_parallel=cut.sequence_parallel,
         use_cpu_initialization=True,
@@ -218,28 +230,28 @@ def transformer_config(shape: Shape, cut: Cut) -> Any:
     )
 
 
-def _chunk(shape: Shape, cut: Cut, config: Any, chunk: int) -> Any:
+def make_chunk(shape: Shape, cut: Cut, config: Any, number: int, layer: Any) -> Any:
+    """One of this rank's chunks, a GPTModel; ``layer`` is Megatron's specification of a layer."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    stage = chunk * cut.pipeline + parallel_state.get_pipeline_model_parallel_rank()
-    layer = get_gpt_layer_local_spec(normalization=shape.normalization)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    return GPTModel(
+    stage = number * cut.pipeline + parallel_state.get_pipeline_model_parallel_rank()
+    counts = cut.counts(shape.layers)
+    chunk = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * cut.counts(shape.layers)[stage], layer_norm=Norm
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * counts[stage], layer_norm=Norm),
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.longest_sequence,
         pre_process=stage == 0,
         post_process=stage == cut.stages - 1,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=shape.tied,
-        vp_stage=chunk if cut.virtual > 1 else None,
+        vp_stage=None if cut.virtual_in_megatron is None else number,
     )
+    for layer_number, layer in enumerate(chunk.decoder.layers, start=1 + sum(counts[:stage])):
+        layer.layer_number = layer_number
+    return chunk
 
 
 class Norm:

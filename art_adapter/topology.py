@@ -42,9 +42,9 @@ SUPPORT: dict[str, Support] = {
     "pp+ep": Support("PP > 1 with EP > 1", False, "expert gradients across stages are not written yet", "use EP=1"),
     "virtual": Support(
         "several local chunks (len(runtime.model) > 1)",
-        False,
-        "interleaved stages are not written yet",
-        "build the model without virtual stages",
+        True,
+        "run on CPU with gloo, with PP=1 too; not run on a GPU",
+        "",
     ),
     "recompute": Support(
         "PP > 1 with activation recomputation",

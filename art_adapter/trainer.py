@@ -20,6 +20,7 @@ import torch
 from megatron.core import parallel_state
 
 from .agreement import together
+from .chunks import first_is
 from .compat import (
     art_trainer_rank,
     check_shape,
@@ -33,7 +34,7 @@ from .gradients import counts_here, take_from_last_stage
 from .publishing import PipelinedPublishing
 from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
-from .runtime import Runtime, language_model
+from .runtime import Runtime
 from .stages import Group, Outputs, StageExecutor
 from .topology import Topology, check_supported
 
@@ -46,13 +47,13 @@ class PipelinedForward:
     Over a model that is not cut into stages it changes nothing.
 
     Args:
-        runtime: this rank's stage of the model.
-        schedule: a name of ``pipeline_engine.SCHEDULES``.
+        runtime: this rank's stages of the model.
+        schedule: a name of ``pipeline_engine.SCHEDULES``; by default what fits the number of stages.
         deadline: seconds that any single wait for another stage may take.
         options: of the trainer's own class.
 
     Attributes:
-        stages: this rank's stage, or None if the model is not cut.
+        stages: those of this rank, or None if the model is not cut.
 
     Raises:
         UnsupportedTopologyError: this combination of parallel sizes cannot run.
@@ -60,12 +61,13 @@ class PipelinedForward:
     """
 
     host: type
+    runtime: Any
     stages: StageExecutor | None = None
     _deferred: list[Group] | None = None
     _stream: Generator[Outputs, None, None] | None = None
     _changes = 0
 
-    def __init__(self, runtime: Any, *, schedule: str = "1f1b", deadline: float = 600.0, **options: Any) -> None:
+    def __init__(self, runtime: Any, *, schedule: str | None = None, deadline: float = 600.0, **options: Any) -> None:
         topology = Topology.of(runtime)
         if not topology.is_pipelined:
             super().__init__(runtime, **options)  # type: ignore[call-arg]
@@ -76,7 +78,7 @@ class PipelinedForward:
             super().__init__(runtime, **options)  # type: ignore[call-arg]
         self._records = Records(self.host)
         self.stages = StageExecutor(
-            language_model(runtime.model[0]),
+            runtime.model,
             parallel_state.get_pipeline_model_parallel_group(),
             hidden=self._hidden_of,
             outputs=self._outputs_of,
@@ -98,6 +100,12 @@ class PipelinedForward:
             return run(inputs, **options)
         nested, groups = self._planned(lambda: run(inputs, **options))
         return self._filled(nested, groups, self.stages.forward(groups))
+
+    def zero_grad(self) -> None:
+        """As the trainer's own, after the backwards that the caller's backward calls stand for have all run."""
+        if self.stages is not None:
+            self.stages.pipeline.invalidate()
+        super().zero_grad()  # type: ignore[misc]
 
     def close(self) -> None:
         """Leave the pipeline; the trainer cannot run forwards any more."""
@@ -123,12 +131,12 @@ class PipelinedForward:
         planned: list[tuple[Any, list[Group]]] = []
         while (found := self._planned(lambda: next(planning, None)))[0] is not None:
             planned.append(found)
-        outputs = self._new_stream([group for _, groups in planned for group in groups])
-        for window, groups in planned:
-            filled = self._filled(window.outputs, groups, [next(outputs) for _ in groups])
-            yield replace(window, outputs=filled)
-        for _ in outputs:
-            raise AssertionError("the pipeline has more outputs than were planned")
+        with closing(self._new_stream([group for _, groups in planned for group in groups])) as outputs:
+            for window, groups in planned:
+                filled = self._filled(window.outputs, groups, [next(outputs) for _ in groups])
+                yield replace(window, outputs=filled)
+            for _ in outputs:
+                raise AssertionError("the pipeline has more outputs than were planned")
 
     def _new_stream(self, groups: Sequence[Group]) -> Generator[Outputs, None, None]:
         """Begin a stream; one that is still running ends, and its loop plans the rest again when it goes on."""
@@ -182,12 +190,14 @@ class PipelinedForward:
         if self._deferred is None:  # else what was measured is a forward that has not run
             super()._update_memory_profile(*arguments, **options)  # type: ignore[misc]
 
-    def _hidden_of(self, group: Group) -> torch.Tensor:
-        hidden: torch.Tensor = super()._decoder_hidden(group.prepared)  # type: ignore[misc]
+    def _hidden_of(self, chunk: Any, group: Group) -> torch.Tensor:
+        with first_is(chunk, self.runtime.model):
+            hidden: torch.Tensor = super()._decoder_hidden(group.prepared)  # type: ignore[misc]
         return hidden
 
-    def _outputs_of(self, group: Group) -> Outputs:
-        outputs = super()._forward_packed(group.items, group.prepared)  # type: ignore[misc]
+    def _outputs_of(self, chunk: Any, group: Group) -> Outputs:
+        with first_is(chunk, self.runtime.model):
+            outputs = super()._forward_packed(group.items, group.prepared)  # type: ignore[misc]
         return [tensors_of(output) for output in outputs]
 
     def _dynamic_optim_step(self, *arguments: Any, **options: Any) -> dict[str, float]:
@@ -249,7 +259,8 @@ class TrainerRank:
         runtime: this rank's model chunks and their configuration.
         host: the trainer's own class; by default the reference for an ``art_adapter.Runtime``, else ART's, from the
             tree that the environment variable ``ART_SRC`` points to or as it is installed.
-        schedule: pipeline schedule, used with several stages only; a name of ``pipeline_engine.SCHEDULES``.
+        schedule: pipeline schedule, used with several stages only; a name of ``pipeline_engine.SCHEDULES``, by default
+            what fits the number of stages.
         deadline: seconds that any single wait for another stage may take; used with several stages only.
         options: of the host's class.
 
@@ -264,7 +275,7 @@ class TrainerRank:
         runtime: Any,
         *,
         host: type | None = None,
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         deadline: float = 600.0,
         **options: Any,
     ) -> Any:

@@ -165,7 +165,8 @@ class Pipeline:
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
         """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
 
-        Their graphs are kept until their gradient is given, or until ``flush``.
+        Their graphs are kept until their gradient is given, or until ``flush``.  When a backward call returns, the
+        gradients of all that it reached are complete.
 
         Args:
             microbatches: a sequence, or an iterable that is read lazily.
@@ -178,7 +179,9 @@ class Pipeline:
             As ``stream``.
         """
         call = self._begin("forward", microbatches, num_microbatches)
-        return as_given([call.ask(place) for place in range(len(call.order))], call.order)
+        outputs = [call.ask(place) for place in range(len(call.order))]
+        call.finish()
+        return as_given(outputs, call.order)
 
     def step(self, microbatches: Iterable[Microbatch], loss_fn: LossFunction) -> list[torch.Tensor]:
         """The closed loop: forwards, losses and backwards of all microbatches in one call.

@@ -167,6 +167,7 @@ def leaving_the_loop_early(play: Play) -> None:
         play.loss(window.outputs).backward()
         if number == 1:
             break
+    finish_what_was_given(play)
     play.note_gradients("after the break")
     outputs = play.trainer.dp_rank_forward(play.requests(2))
     play.loss(outputs).backward()
@@ -192,6 +193,7 @@ def an_exception_in_the_loop(play: Play) -> None:
                 raise ArithmeticError("the caller's own")
 
     play.note_error("loop", loop)
+    finish_what_was_given(play)
     play.note_gradients("after the exception")
     for window in play.windows(play.requests(3)):
         play.loss(window.outputs).backward()
@@ -515,6 +517,12 @@ def without_targets(play: Play, request: Any) -> Any:
         logits=request.logits,
         hidden_states=request.hidden_states,
     )
+
+
+def finish_what_was_given(play: Play) -> None:
+    """With several chunks a rank may still owe backwards when a loop is left early; the next call begins with them."""
+    with torch.no_grad():
+        play.trainer.dp_rank_forward(play.request(0))
 
 
 def close_gradients(play: Play) -> None:

@@ -34,6 +34,13 @@ def test_two_stages_of_the_reference_train_as_one_does(tmp_path: Path, monkeypat
     assert result["ok"] and all(check["difference"] == 0.0 for check in result["checks"].values())
 
 
+def test_two_chunks_on_one_rank_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ART_SRC", raising=False)
+    result = run(tmp_path, "--pp", "1", "--virtual", "2")
+    assert result["schedule"] == "interleaved" and result["ok"]
+    assert all(check["difference"] == 0.0 for check in result["checks"].values())
+
+
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_uneven_stages_of_arts_own_class_train_as_one_does(tmp_path: Path) -> None:
     result = run(tmp_path, "--pp", "3")
@@ -47,7 +54,7 @@ def seen(stage: int, outputs: float, norm: float = 1.0) -> Seen:
     own = {f"weight {stage}": torch.ones(2)}
     return Seen(
         stage=stage,
-        dp_rank=0,
+        shard=(0, 0, 0),
         steps=[
             {
                 **step,

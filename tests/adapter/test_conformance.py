@@ -19,6 +19,8 @@ from .playing import Seen, difference, play
 from .processes import on_ranks
 
 UNEVEN = Cut(pipeline=2, layers_per_stage=(1, 3))
+CHUNKS = {"on one rank": (1, Cut(virtual=2)), "on each of two ranks": (2, Cut(pipeline=2, virtual=2))}
+"""Two chunks on a rank: the number of ranks, and the cut."""
 
 
 def played(
@@ -56,6 +58,24 @@ def art() -> Iterator[Any]:
 def test_two_uneven_stages_do_what_one_does_over_arts_own_class(art: Any, body: str) -> None:
     (one,), stages = art
     why = difference(one["art"][body], [stage["art"][body] for stage in stages])
+    assert not why, why
+
+
+@pytest.fixture(scope="module", params=("reference", "art"))
+def chunks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    name = request.param
+    if name == "art" and (why := why_not()) is not None:
+        pytest.skip(why)
+    (one,) = played(1, (name,), Cut())
+    cuts = {where: [stage[name] for stage in played(ranks, (name,), cut)] for where, (ranks, cut) in CHUNKS.items()}
+    yield one[name], cuts
+
+
+@pytest.mark.parametrize("where", CHUNKS)
+@pytest.mark.parametrize("body", BODIES)
+def test_two_chunks_on_a_rank_do_what_one_does(chunks: Any, where: str, body: str) -> None:
+    one, cuts = chunks
+    why = difference(one[body], [stage[body] for stage in cuts[where]])
     assert not why, why
 
 

@@ -428,8 +428,8 @@ def test_slots_cannot_be_changed_while_one_is_pushed(trainer: ReferenceTrainerRa
         (Cut(pipeline=5), "5 stages need at least 5 layers, the model has 4"),
         (Cut(pipeline=2, virtual=3), "6 stages need at least 6 layers"),
         (Cut(pipeline=2, layers_per_stage=(4, 0)), "must be 2 numbers >= 1 that add up to 4 layers"),
-        (Cut(virtual=2), "virtual=2 needs pipeline > 1"),
-        (Cut(pipeline=2), "a world of 1 ranks cannot hold tensor=1 times pipeline=2"),
+        (Cut(virtual=5), "5 stages need at least 5 layers"),
+        (Cut(pipeline=2), "a world of 1 ranks cannot hold tensor=1 times context=1 times pipeline=2"),
     ],
 )
 def test_a_wrong_cut_is_refused_by_one_process_alone(runtime: Runtime, cut: Cut, message: str) -> None:

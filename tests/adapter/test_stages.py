@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from art_adapter import Group, StageExecutor
 from art_adapter.compat import presented_as_one_stage
 from art_adapter.lora import use_lora_slot
-from art_adapter.runtime import language_model
 from art_adapter.tiny_gpt import Cut
 
 from .bodies import BODIES
@@ -40,10 +39,10 @@ class Wired(september.TrainerRank):
         with presented_as_one_stage(runtime.provider):  # upstream the guard would go
             super().__init__(runtime)
         self.stages = StageExecutor(
-            language_model(runtime.model[0]),
+            runtime.model,
             parallel_state.get_pipeline_model_parallel_group(),
-            hidden=lambda group: self._decoder_hidden(group.prepared),
-            outputs=lambda group: self._forward_packed(group.items, group.prepared),
+            hidden=lambda chunk, group: self._decoder_hidden(group.prepared),
+            outputs=lambda chunk, group: self._forward_packed(group.items, group.prepared),
         )
 
     def _execute_flat_plan(self, plan: Any) -> list[Any]:

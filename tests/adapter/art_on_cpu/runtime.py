@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from art_adapter.tiny_gpt import Cut, Norm, Shape, draw, fill, initialise_parallel_state, transformer_config
+from art_adapter.tiny_gpt import Cut, Shape, draw, fill, initialise_parallel_state, make_chunk, transformer_config
 
 from . import install
 from .attention import DenseTreeAttention
@@ -18,7 +18,7 @@ SHAPE = Shape(vocabulary=256)
 
 
 def build_runtime(cut: Cut, *, shape: Shape = SHAPE, recompute: bool = False) -> Any:
-    """The fields of ART's TrainingRuntime that its trainer touches, for this rank's stage of the model.
+    """The fields of ART's TrainingRuntime that its trainer touches, for this rank's stages of the model.
 
     Args:
         cut: how the model is spread over ranks.
@@ -26,18 +26,17 @@ def build_runtime(cut: Cut, *, shape: Shape = SHAPE, recompute: bool = False) ->
         recompute: whether every layer is run again in the backward instead of keeping its activations.
     """
     install()
-    from megatron.core import parallel_state
-
     initialise_parallel_state(cut)
     config = transformer_config(shape, cut)
     if recompute:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
-    model = _stage(shape, cut, config, parallel_state.get_pipeline_model_parallel_rank())
-    fill(model, config, seed=1234)
-    model.requires_grad_(False)
-    handler = _with_lora(model, config)
+    chunks = [make_chunk(shape, cut, config, number, _layer()) for number in range(cut.virtual)]
+    for chunk in chunks:
+        fill(chunk, config, seed=1234)
+        chunk.requires_grad_(False)
+    handler = _with_lora(chunks, config)
     return SimpleNamespace(
-        model=[model],
+        model=chunks,
         provider=config,
         optimizer=None,
         optimizer_config=None,
@@ -77,23 +76,6 @@ def _shapes(config: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _stage(shape: Shape, cut: Cut, config: Any, stage: int) -> Any:
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    layers = [_layer()] * cut.counts(shape.layers)[stage]
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm),
-        vocab_size=shape.vocabulary,
-        max_sequence_length=shape.longest_sequence,
-        pre_process=stage == 0,
-        post_process=stage == cut.stages - 1,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=shape.tied,
-    )
-
-
 def _layer() -> Any:
     import megatron.core.extensions.transformer_engine as engine
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -117,8 +99,8 @@ def _layer() -> Any:
     )
 
 
-def _with_lora(model: Any, config: Any) -> Any:
-    """Wrap ART's LoRA around the model's linear layers; returns ART's handler for this kind of model."""
+def _with_lora(chunks: list[Any], config: Any) -> Any:
+    """Wrap ART's LoRA around the chunks' linear layers; returns ART's handler for this kind of model."""
     from art.megatron.lora import apply_lora_adapters
     from art.megatron.model_support.handlers.qwen3_dense import Qwen3DenseHandler
 
@@ -126,6 +108,6 @@ def _with_lora(model: Any, config: Any) -> Any:
     config._art_model_support_handler = handler
     config._art_model_support_spec = SimpleNamespace(default_target_modules=TARGETS)
     config._art_lora_rank = RANK
-    apply_lora_adapters([model], config)
-    handler.install_preprocess_patch([model])
+    apply_lora_adapters(chunks, config)
+    handler.install_preprocess_patch(chunks)
     return handler
