@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -30,7 +30,7 @@ from pipeline_engine.run.fitting import check_fit, check_kinds, digest_of, fitti
 from pipeline_engine.run.gate import Gatekeeper
 from pipeline_engine.run.last_backward import LastBackward, OnLastBackward, check_whole
 from pipeline_engine.run.lookout import Lookout
-from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
+from pipeline_engine.run.mailbox import Mailbox, Traffic, failure_of
 from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
@@ -111,7 +111,7 @@ class Pipeline:
         self._calls: list[Call] = []
         self._split_report: dict[int, str] = {}
         self._sent_bytes: Counter[Channel] = Counter()
-        self._unread: Unread = defaultdict(deque)
+        self._traffic = Traffic()
         self._count = self._agreements = 0
         self._why_failed = self._broken = ""
         self._is_closed = False
@@ -312,7 +312,7 @@ class Pipeline:
             graph=self._graph,
             stages=self._stages,
             microbatches=source,
-            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes, self._unread),
+            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes, self._traffic),
             channels=self._channels,
             differentiates=modes.differentiates,
             hands_out=hand_out,
@@ -396,7 +396,7 @@ class Pipeline:
         except PeerFailedError as error:
             self._broken = f"the pipeline is broken, because {self._why_failed or error}"
             raise TransportError(self._broken) from error
-        self._unread.clear()
+        self._traffic.clear()
         self._why_failed = ""
         self._transport.has_raised = False
 

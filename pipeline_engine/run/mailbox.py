@@ -22,15 +22,35 @@ from pipeline_engine.run.transports.base import Failure, Handle, Transport
 
 @define(eq=False)
 class _Letter:
-    """A message on its way in."""
+    """A message on its way in; ``place`` is its place among all that come on its channel."""
 
     value: Value
+    place: int
     first: Handle
     second: Handle | None = None
     is_read: bool = False
 
 
-Unread = defaultdict[Channel, deque[_Letter]]
+@define(eq=False)
+class Traffic:
+    """What goes over a pipeline's channels from one settle to the next, for all its calls.
+
+    Messages are counted, so that one that is lost or comes twice is told from the next, even if it is for the same
+    microbatch of the same call: after ``invalidate`` a value is made and sent again.
+
+    Attributes:
+        unread: what has come or will come on each channel; see Note [reading in order].
+        sent, posted: how many messages each channel has had at this end.
+    """
+
+    unread: defaultdict[Channel, deque[_Letter]] = field(init=False, factory=lambda: defaultdict(deque))
+    sent: Counter[Channel] = field(init=False, factory=Counter)
+    posted: Counter[Channel] = field(init=False, factory=Counter)
+
+    def clear(self) -> None:
+        """The channels are empty, and both ends count from 0."""
+        for each in (self.unread, self.sent, self.posted):
+            each.clear()
 
 
 @frozen(eq=False)
@@ -41,13 +61,13 @@ class Mailbox:
         transport: moves the bytes.
         deadline: seconds for each single wait.
         sent_bytes: how much was sent on each channel.
-        unread: what has come or will come on each channel, for any call of the pipeline; see Note [reading in order].
+        traffic: what is on its way, for any call of the pipeline.
     """
 
     transport: Transport
     deadline: float
     sent_bytes: Counter[Channel]
-    unread: Unread
+    traffic: Traffic
     _letters: dict[Value, _Letter] = field(init=False, factory=dict)
     _sends: dict[tuple[Value, int], list[Handle]] = field(init=False, factory=dict)
 
@@ -55,6 +75,8 @@ class Mailbox:
         """Start sending the parts of a message, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
         self.sent_bytes[channel] += sum(part.numel() for part in parts)
+        wire.mark_place(parts, self.traffic.sent[channel])
+        self.traffic.sent[channel] += 1
         first, *second = parts
         handles = [self.transport.send(channel, first, room=room)]
         handles += [self.transport.send(continued(channel), part) for part in second]
@@ -68,15 +90,17 @@ class Mailbox:
     def post(self, value: Value, source: int, room: int) -> None:
         """Post the receive of a message whose first part has at most ``room`` bytes."""
         channel = channel_of(value, source, self.transport.rank)
-        letter = _Letter(value, self.transport.receive(channel, room))
+        letter = _Letter(value, self.traffic.posted[channel], self.transport.receive(channel, room))
+        self.traffic.posted[channel] += 1
         self._letters[value] = letter
-        self.unread[channel].append(letter)
+        self.traffic.unread[channel].append(letter)
 
     def take(self, value: Value, source: int) -> torch.Tensor:
         """Wait for a message; its bytes.
 
         Raises:
             PeerFailedError: it is a notice of failure, or the transport knows of one.
+            TransportError: it is another message than the one that comes next.
         """
         channel = channel_of(value, source, self.transport.rank)
         letter = self._letters[value]
@@ -84,20 +108,22 @@ class Mailbox:
             self._read_next(channel)
         if letter.second is not None:
             self.transport.wait(letter.second, deadline=self.deadline)
+            wire.check_place(letter.second.buffer, letter.place)
         del self._letters[value]
         return letter.first.buffer if letter.second is None else letter.second.buffer
 
     def _read_next(self, channel: Channel) -> None:
         """Read the first part of the oldest unread message; see Note [reading in order]."""
-        letter = self.unread[channel][0]
+        letter = self.traffic.unread[channel][0]
         self.transport.wait(letter.first, deadline=self.deadline)
         failure = wire.failure_in(letter.first.buffer)
         if failure is not None:
             raise failure.as_error()
+        wire.check_place(letter.first.buffer, letter.place)
         if size := wire.second_part_bytes(letter.first.buffer):
             letter.second = self.transport.receive(continued(channel), size)
         letter.is_read = True
-        self.unread[channel].popleft()
+        self.traffic.unread[channel].popleft()
 
     def notify(self, failure: Failure, owed: Iterable[tuple[Value, int]], channels: Iterable[Channel]) -> None:
         """Send a notice of failure in the place of every message that is still owed, and one more on every channel.

@@ -1,6 +1,6 @@
 """The wire format: how a cargo or its gradients become bytes and back.
 
-    prefix       64 bytes: magic, kind, number of parts, checksum, call, microbatch, lengths
+    prefix       64 bytes: magic, kind, number of parts, checksum, call, microbatch, lengths, place on its channel
     description  padded to 64 bytes: structure, shapes, dtypes, which leaves want a gradient
     tensors      each padded to 64 bytes
 
@@ -30,10 +30,11 @@ FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
 
 _PREFIX = struct.Struct("<4sBBBxIQQQQ")
+_PLACE = struct.Struct("<Q")
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
 
-assert _PREFIX.size <= ALIGNMENT
+assert _PREFIX.size + _PLACE.size <= ALIGNMENT
 
 
 @frozen
@@ -70,6 +71,21 @@ def encode_failure(failure: Failure) -> torch.Tensor:
     if ALIGNMENT + len(description) > FIRST_BYTES:  # letters of several bytes each
         description = pickle.dumps(Failure(failure.rank, failure.doing[:200], failure.cause[:200], ""))
     return _parts(_FAILURE, Stamp(0), description, [], FIRST_BYTES)[0]
+
+
+def mark_place(parts: Sequence[torch.Tensor], place: int) -> None:
+    """Write into each part which message of its channel it is, counted from 0."""
+    for part in parts:
+        _write(part, _PREFIX.size, _PLACE.pack(place))
+
+
+def check_place(part: torch.Tensor, place: int) -> None:
+    """Raise TransportError unless it is this message of its channel."""
+    (found,) = _PLACE.unpack(_read(part, _PREFIX.size, _PLACE.size))
+    if found != place:
+        raise TransportError(
+            f"message {found} of a channel arrived where message {place} was expected: one was lost, or came twice."
+        )
 
 
 def second_part_bytes(first: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Activation, Channel, InputGrad
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo
-from pipeline_engine.run.mailbox import Mailbox, Unread, failure_of
+from pipeline_engine.run.mailbox import Mailbox, Traffic, failure_of
 from pipeline_engine.run.transports.base import Failure, Handle, Transport
 from pipeline_engine.run.transports.memory import MemoryTransport
 from pipeline_engine.run.wire import Stamp
@@ -26,8 +26,8 @@ CHANNELS = channels_of(pe.StageGraph.chain(2, 2))
 def two_mailboxes(transport: Transport) -> list[Mailbox]:
     """Those of two calls of one pipeline."""
     transport.open(CHANNELS, deadline=DEADLINE)
-    unread: Unread = defaultdict(deque)
-    return [Mailbox(transport, DEADLINE, Counter(), unread) for _ in range(2)]
+    traffic = Traffic()
+    return [Mailbox(transport, DEADLINE, Counter(), traffic) for _ in range(2)]
 
 
 def message(number: int, size: int) -> tuple[torch.Tensor, ...]:
@@ -142,13 +142,29 @@ class Meddling(Transport):
         self.inner.close()
 
 
+def posted_as(message: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Another message in the place of one."""
+    (other,) = parts
+    place = next(place for place in range(100) if not _refuses(message, place))
+    wire.mark_place([other], place)
+    return other
+
+
+def _refuses(message: torch.Tensor, place: int) -> bool:
+    try:
+        wire.check_place(message, place)
+    except pe.TransportError:
+        return True
+    return False
+
+
 class DropsAGradient(Meddling):
     """Sends None in the place of the third gradient of each channel."""
 
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if not channel.name.startswith("dx") or self.counts[channel.name] != 3:
             return message
-        return wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES)[0]
+        return posted_as(message, wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES))
 
 
 class LiesAboutTheMicrobatch(Meddling):
@@ -157,7 +173,7 @@ class LiesAboutTheMicrobatch(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        return wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2))[0]
+        return posted_as(message, wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2)))
 
 
 class ShrinksATensor(Meddling):
@@ -166,8 +182,20 @@ class ShrinksATensor(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        (longer,) = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), Stamp(1), limit=10**6)
-        return longer[: message.numel()]
+        longer = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), Stamp(1), limit=10**6)
+        return posted_as(message, longer)[: message.numel()]
+
+
+class Repeats(Meddling):
+    """Sends the last message of the first stage again in the place of the next one."""
+
+    last: torch.Tensor | None = None
+
+    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+        if channel.name != "x0":
+            return message
+        self.last, before = message.clone(), self.last
+        return message if before is None else before
 
 
 def train_over(make: type[Meddling]) -> list[bool | str]:
@@ -205,7 +233,24 @@ def test_a_message_that_is_shorter_than_it_says_is_a_transport_error() -> None:
     assert train_over(ShrinksATensor) == ["PeerFailedError", "TransportError"]
 
 
+def test_a_message_from_before_an_invalidate_is_not_taken_for_the_one_that_was_made_again() -> None:
+    """Both are for microbatch 1 of call 0, and only the second was made with the new weights."""
+
+    def on_rank(transport: Transport) -> str:
+        assert isinstance(transport, MemoryTransport)
+        rank = Rank(Repeats(transport), "gpipe")
+        with pytest.raises((pe.TransportError, pe.PeerFailedError)) as raised:
+            for item in rank.pipeline.stream(batch([3, 3])):
+                loss_of(item.outputs, item.index).backward()
+                rank.pipeline.invalidate()
+        return str(raised.value)
+
+    told, own = run_ranks_in_threads(on_rank, 2)
+    assert own.startswith("message 0 of a channel arrived where message 1 was expected: one was lost, or came twice")
+    assert own in told
+
+
 def test_a_value_that_was_never_posted_cannot_be_taken() -> None:
-    mailbox = Mailbox(MemoryTransport.connect(2)[0], DEADLINE, Counter(), defaultdict(deque))
+    mailbox = Mailbox(MemoryTransport.connect(2)[0], DEADLINE, Counter(), Traffic())
     with pytest.raises(KeyError):
         mailbox.take(InputGrad(1, 0), 1)
