@@ -10,6 +10,7 @@ them: the result is a pure function of the history, the same on all ranks.
                microbatch that blocks, and advance again
     give(ks)   a backward call of the caller has ended: advance over backwards only, since no forward may run inside
                it; what was passed over comes first
+    hurry(ks)  a second backward call begins for what was given: the first one's backwards are finished
     give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
     invalidate the caller is about to change what forwards depend on: what was given is finished, and forwards that ran
                ahead are run again when they are asked for
@@ -100,6 +101,11 @@ class Replica:
         self._advance(forwards=False)
         return self._transfers.end_batch()
 
+    def hurry(self, microbatches: Collection[int]) -> Batch:
+        """Perform the backwards of ``microbatches``, which were given, though other actions stand before them."""
+        self._hurry(microbatches)
+        return self._transfers.end_batch()
+
     def give_again(self, microbatches: Collection[int]) -> Batch:
         """A second backward call has reached the gates of microbatches whose graphs were retained.
 
@@ -121,9 +127,7 @@ class Replica:
         """
         settled = self.yielded | self.dropped
         if not self.forward_only:
-            for left in self._left:
-                left.hurry(self.given - self.dropped)
-            self._advance(forwards=False)
+            self._hurry(self.given)
         self._repeat([_forwards_ahead(left, settled) for left in self._left])
         return self._transfers.end_batch()
 
@@ -179,6 +183,11 @@ class Replica:
         self._passing.difference_update(microbatches)
         for left in self._left:
             left.give(microbatches)
+
+    def _hurry(self, microbatches: Collection[int]) -> None:
+        for left in self._left:
+            left.hurry(set(microbatches) - self.dropped)
+        self._advance(forwards=False)
 
     def _repeat(self, repeated: Sequence[Collection[Compute]]) -> None:
         """Have actions that were performed performed once more, before all others; by rank."""

@@ -93,6 +93,8 @@ class Call:
         """
         again = tuple(sorted(self.given & grads.keys()))
         first = tuple(sorted(grads.keys() - self.given))
+        if again:
+            self._play("hurry", again)  # each backward has the gradients of its own call
         self._note("retain", retain)
         self._retain(grads.keys(), retain)
         for microbatch in sorted(grads):

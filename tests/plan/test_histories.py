@@ -190,6 +190,24 @@ def test_a_retained_graph_gives_its_backwards_again(schedule: pe.Schedule, data:
         assert computed == [a for a in program if isinstance(a, BACKWARD) and a.microbatch in again]
 
 
+@settings(max_examples=40)
+@given(schedules(max_ranks=4, min_microbatches=1), st.data())
+def test_first_backwards_are_hurried_before_second_ones(schedule: pe.Schedule, data: st.DataObject) -> None:
+    """Some are given while others are open, which may stand before them."""
+    m = schedule.num_microbatches
+    replica = Replica(schedule)
+    some = data.draw(st.lists(st.integers(0, m - 1), min_size=1, unique=True))
+    first = play(replica, (*(Ask(k) for k in range(m)), Give(tuple(some))), to_the_end=False)
+    hurried, second = replica.hurry(some), replica.give_again(some)
+    rest = tuple(set(range(m)) - set(some))
+    check_traffic([*first, hurried, second, *play(replica, (Give(rest), Finish()) if rest else (Finish(),))])
+    for rank, program in enumerate(schedule.programs):
+        wanted = sorted(str(a) for a in program if isinstance(a, BACKWARD) and a.microbatch in some)
+        performed = [a for batch in (*first, hurried) for a in batch[rank] if isinstance(a, BACKWARD)]
+        assert sorted(map(str, performed)) == wanted
+        assert sorted(str(a) for a in second[rank] if isinstance(a, BACKWARD)) == wanted
+
+
 def test_a_second_backward_before_the_first_one_is_through_is_refused() -> None:
     replica = Replica(pe.build("zb-h1", chain_for("zb-h1", 2), 2))
     replica.ask(0)

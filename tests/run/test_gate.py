@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pipeline_engine as pe
+from tests.oracles.plain import gradients_of
 from tests.run.playing import ROWS, Rank, batch, loss_of, on_ranks, plain, total
 
 
@@ -82,6 +83,25 @@ def test_a_retained_graph_gives_its_gradient_twice() -> None:
         rank.check_gradients([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], ROWS)
 
     on_ranks(on_rank, 3)
+
+
+@pytest.mark.parametrize("schedule", pe.SCHEDULES)
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_second_backward_may_come_before_the_first_was_performed(schedule: str, at: int) -> None:
+    """It is given while others are open, which stand before it; then all, and it again, by one backward."""
+
+    def on_rank(rank: Rank) -> None:
+        outputs = rank.pipeline.forward(batch(ROWS))
+        (2 * loss_of(outputs[at], at)).backward(retain_graph=True)
+        total(loss_of(output, number) for number, output in enumerate(outputs)).backward()
+        rank.pipeline.flush()
+        truth = plain(rank.graph.num_stages, ROWS)
+        for number, stage in rank.stages.items():
+            expected = truth.summed(number, [at, at, *range(5)])
+            for name, grad in gradients_of(stage).items():
+                torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-4)
+
+    on_ranks(on_rank, 2, schedule)
 
 
 def test_two_losses_over_one_output_are_one_gradient_if_they_are_added() -> None:
