@@ -83,6 +83,8 @@ def bound_of_step(schedule: pe.Schedule, step: Iterable[Repeat]) -> float:
     for stage, took in (pair for rank in step for pair in rank.took.items()):
         for letter, naps in took.items():
             seconds |= {VERBS[letter](stage, m): each for m, each in enumerate(naps)}
+        for m, whole in enumerate(took.get("B", ())):  # a first stage leaves all of a split backward to its second half
+            seconds |= {BackwardInput(stage, m): 0.0, BackwardWeight(stage, m): whole}
     return bound(schedule, seconds)
 
 

@@ -132,44 +132,29 @@ class Product:
             self.node._keep = None
 
     def run(self, *, retain_graph: bool) -> None:
-        """Accumulate the weights' gradients, as one backward does."""
+        """Accumulate the weights' gradients; to be called from ``run_products``."""
         if all(grad is None for grad in self._arrived):
             return
-        made = self._made_later() if _later(self.node) else self._made()
+        made = self._made_later() if _later(self.node) else self.node(*self._arrived)
         self._arrived = ()
-        pairs = [(self._edge(edge), grad) for edge, grad in zip(self.edges, made, strict=True) if grad is not None]
+        pairs = [(self.edge(edge), grad) for edge in self.edges if (grad := made[edge]) is not None]
         if pairs:
             edges, grads = [edge for edge, _ in pairs], [_fitted(grad, edge) for edge, grad in pairs]
             torch.autograd.backward(edges, grads, retain_graph=retain_graph, inputs=self.weights)
 
+    def edge(self, number: int) -> GradientEdge:
+        """Where the gradient that the node makes for one of its arguments goes."""
+        return GradientEdge(*self.node.next_functions[number])
+
     def _keep(self, grads: Sequence[torch.Tensor | None]) -> None:
         self._arrived = grads
 
-    def _edge(self, edge: int) -> GradientEdge:
-        return GradientEdge(*self.node.next_functions[edge])
-
-    def _made(self) -> list[torch.Tensor | None]:
-        """The gradients for the weights, by calling the node itself: its hooks have fired in the first part.
-
-        A node computes what the running backward asks for.  So it is called from a hook within a backward that asks
-        for nothing but the weights' edges.
-        """
-        origin = torch.zeros((), requires_grad=True)
-        with torch.enable_grad():
-            trigger = origin * 1
-        made: list[torch.Tensor | None] = []
-        assert trigger.grad_fn is not None
-        trigger.grad_fn.register_prehook(lambda _: made.extend(self.node(*self._arrived)))
-        asked = [get_gradient_edge(origin), *(self._edge(edge) for edge in self.edges)]
-        torch.autograd.grad([trigger], asked, [torch.zeros(())], allow_unused=True)
-        return [made[edge] for edge in self.edges]
-
-    def _made_later(self) -> list[torch.Tensor | None]:
+    def _made_later(self) -> dict[int, torch.Tensor | None]:
+        """By edge."""
         with self._asking(first=False), torch.no_grad():
             made = self.node._forward_cls.backward(self.node, *self._arrived)
-        arguments = _arguments(self.node)
         every = made if isinstance(made, tuple) else (made,)
-        return [every[arguments[edge]] for edge in self.edges]
+        return {edge: every[argument] for edge, argument in _arguments(self.node).items()}
 
     @contextmanager
     def _asking(self, *, first: bool) -> Iterator[None]:
@@ -181,6 +166,26 @@ class Product:
             yield
         finally:
             self.node.needs_input_grad = every
+
+
+def run_products(products: Sequence[Product], *, retain_graph: bool) -> None:
+    """Accumulate the gradients of all weights of ``products``, as one backward does.
+
+    The nodes themselves are called: their hooks have fired in the first part.  A node makes what the backward asks for
+    within which it is called; so they are called from a hook of one that asks for nothing but the weights' edges.
+    """
+    origin = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        trigger = origin * 1
+    assert trigger.grad_fn is not None
+    trigger.grad_fn.register_prehook(lambda _: _run_each(products, retain_graph=retain_graph))
+    asked = [product.edge(edge) for product in products for edge in product.edges]
+    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [torch.zeros(())], allow_unused=True)
+
+
+def _run_each(products: Sequence[Product], *, retain_graph: bool) -> None:
+    for product in products:
+        product.run(retain_graph=retain_graph)
 
 
 def _later(node: Node) -> frozenset[int]:

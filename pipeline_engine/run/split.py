@@ -9,6 +9,9 @@ A weight is deferred if every way to it leads through one product that the first
 the product and the weight but views and casts.  Products under saved-tensor hooks (activation checkpointing,
 offloading) are not deferred: their saved tensors would be computed twice.  Nor are those of custom functions, unless
 they declare it: see ``pe.splits_backward``.
+
+A stage none of whose received inputs wants a gradient, as the first one, has nothing to do in the first part: its whole
+backward is the second.
 """
 
 from __future__ import annotations
@@ -21,7 +24,15 @@ import torch
 from attrs import frozen
 from torch.autograd.graph import get_gradient_edge
 
-from pipeline_engine.run.products import Node, Product, is_custom, is_product, may_be_product, weight_edges
+from pipeline_engine.run.products import (
+    Node,
+    Product,
+    is_custom,
+    is_product,
+    may_be_product,
+    run_products,
+    weight_edges,
+)
 
 VIEWS_AND_CASTS = (
     "TBackward0",
@@ -42,32 +53,36 @@ class Split:
     Attributes:
         deferred: products whose weights are left for the second part.
         at_once: the parameters of the first part.
-        reason: why nothing is deferred; empty if something is.
+        summary: what becomes of it, for a report.
     """
 
     deferred: tuple[Product, ...]
     at_once: tuple[torch.Tensor, ...]
-    reason: str
+    summary: str
 
-    @property
-    def summary(self) -> str:
-        """What becomes of it, for a report."""
-        if self.reason:
-            return f"whole backward at once: {self.reason}"
-        count = sum(len(product.weights) for product in self.deferred)
-        return f"{count} of {count + len(self.at_once)} parameters deferred"
+
+UNASKED = Split((), (), "whole backward in the second half: no gradient of an input is wanted")
 
 
 @frozen(eq=False)
 class WeightPart:
-    """The second part of a backward: products whose weights wait for it."""
+    """The second part of a backward.
+
+    Attributes:
+        split: with the products whose weights wait for it.
+        roots, grads: outputs of the stage and their gradients, if the whole backward waits for it.
+    """
 
     split: Split
+    roots: Sequence[torch.Tensor] = ()
+    grads: Sequence[torch.Tensor] = ()
 
     def run(self, *, retain_graph: bool) -> None:
-        """Accumulate the gradients of the deferred weights, as one backward does."""
-        for product in self.split.deferred:
-            product.run(retain_graph=retain_graph)
+        """Accumulate the gradients that are left, as one backward does."""
+        if self.roots:
+            torch.autograd.backward(self.roots, self.grads, retain_graph=retain_graph)
+        if self.split.deferred:
+            run_products(self.split.deferred, retain_graph=retain_graph)
 
 
 def run_input_part(
@@ -92,7 +107,7 @@ def plan_split(roots: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -
     """Find out which weights of a stage's graph can be deferred."""
     graph = _Graph.of(roots)
     if any(node.name() == REENTRANT for node in graph.nodes):
-        return Split((), (), "reentrant checkpointing cannot be split")
+        return Split((), (), _at_once("reentrant checkpointing cannot be split"))
     leaves = {node: node.variable for node in graph.nodes if hasattr(node, "variable")}
     weights = {node for node, leaf in leaves.items() if not any(leaf is anchor for anchor in anchors)}
     ways = {node: way for node in weights if (way := graph.only_way_to(node)) is not None}
@@ -107,7 +122,13 @@ def plan_split(roots: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -
         for product, nodes in by_product.items()
     )
     at_once = tuple(leaf for node, leaf in leaves.items() if node in weights and node not in ways)
-    return Split(deferred, at_once, "" if deferred else graph.why_nothing_is_deferred(weights))
+    if not deferred:
+        return Split((), at_once, _at_once(graph.why_nothing_is_deferred(weights)))
+    return Split(deferred, at_once, f"{len(ways)} of {len(ways) + len(at_once)} parameters deferred")
+
+
+def _at_once(reason: str) -> str:
+    return f"whole backward at once: {reason}"
 
 
 @frozen

@@ -9,7 +9,7 @@ import torch
 from attrs import define, frozen
 
 from pipeline_engine.run.cargo import Cargo, Grads, distinct, flatten
-from pipeline_engine.run.split import WeightPart, plan_split, run_input_part
+from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
 
@@ -94,10 +94,13 @@ class Ran:
     def backward_input(self, grads: Grads, *, retain_graph: bool) -> tuple[tuple[Grads, ...], WeightPart]:
         """Run the first half of a split backward; returns the gradients of each argument, and the second half.
 
-        What cannot be split runs whole, and the second half has nothing left to do.
+        What cannot be split runs whole, and the second half has nothing left to do; what nobody asks an input gradient
+        of is left to the second half.
         """
         roots, root_grads = self._roots(grads)
         anchors = [anchor for argument in self.arguments for anchor in argument.anchors]
+        if not anchors:
+            return tuple(argument.grads for argument in self.arguments), WeightPart(UNASKED, roots, root_grads)
         split = plan_split(roots, anchors)
         if split.deferred:
             part = run_input_part(split, roots, root_grads, anchors)

@@ -80,6 +80,16 @@ def test_the_first_half_makes_no_gradient_that_is_deferred(kind: str) -> None:
     assert deferred and early == {name for name, p in counted.stage.named_parameters() if id(p) not in deferred}
 
 
+def test_a_stage_of_which_nobody_asks_an_input_gradient_runs_whole_in_the_second_half() -> None:
+    counted = stage_of_kind("mlp")
+    ran, grads = after_forward(counted, input_grad=False)
+    ((grad,),), part = ran.backward_input(grads, retain_graph=False)
+    assert grad is None and not gradients_of(counted.stage)
+    part.run(retain_graph=False)
+    assert gradients_of(counted.stage).keys() == dict(counted.stage.named_parameters()).keys()
+    assert part.split.summary == "whole backward in the second half: no gradient of an input is wanted"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_retained_graph_may_be_split_again(kind: str) -> None:
     once, twice = stage_of_kind(kind), stage_of_kind(kind)
