@@ -16,9 +16,6 @@ from .canary_host import commit_of_art
 
 EXACT = 0.0
 RELATIVE = 1e-6
-AFTER_A_STEP_OF_ART = 1e-5
-"""ART adds the squares of its gradient norm in float32, whose last bit depends on how the model is cut; from the first
-step on, parameters differ in theirs, and what is computed with them differs a little more."""
 
 TOLERANCES = {
     "outputs": EXACT,
@@ -57,8 +54,7 @@ def compare(plan: Plan, pipelined: Sequence[Seen], reference: Sequence[Seen]) ->
     for step in range(plan.steps):
         for name, tolerance in TOLERANCES.items():
             difference = max(_difference(name, step, pipelined, expected) for expected in reference)
-            allowed = max(tolerance, AFTER_A_STEP_OF_ART) if plan.host == "art" and step > 0 else tolerance
-            checks[f"step {step + 1}: {name}"] = Check(difference, allowed)
+            checks[f"step {step + 1}: {name}"] = Check(difference, tolerance)
     checks["parameters of the ranks add up"] = Check(_misplaced(pipelined, reference), EXACT)
     checks["live activations over the schedule's"] = Check(_too_many(plan, pipelined), EXACT)
     return checks

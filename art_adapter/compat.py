@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -21,8 +23,10 @@ from .topology import UnsupportedTopologyError
 
 HEAD_PARAMETER = "_art_custom_checkpoint_param"
 """The attribute by which ART, and we, mark a parameter of a custom head."""
-NORM_FILTER = "_include_in_distributed_grad_norm"
-"""The function by which a trainer decides whether this rank counts a parameter in the gradient norm."""
+NORM = "_distributed_grad_norm"
+"""The function by which a trainer finds its gradient norm."""
+Square = tuple[torch.nn.Parameter, torch.Tensor]
+"""A parameter, and the square of its gradient as a trainer's norm adds it on this rank: 0 where it does not count."""
 
 SEAM: dict[str, tuple[str, ...]] = {
     "_decoder_hidden": ("prepared",),
@@ -33,7 +37,7 @@ SEAM: dict[str, tuple[str, ...]] = {
     "_validate_dynamic_slot_consistency": (),
     "_guard_checkpoint_can_step": ("name",),
     "_reduce_dynamic_grads": ("params",),
-    "_dynamic_optim_step": (),
+    "_dynamic_optim_step": ("checkpoint_names",),
 }
 """The methods of a trainer that are overridden or looked into, and the arguments that are passed by place."""
 
@@ -78,9 +82,15 @@ def check_shape(host: type) -> None:
             inspect.signature(method).bind_partial(*skipped, *arguments)
         except TypeError:
             _refuse(host, f"{name}{inspect.signature(method)} does not take {', '.join(arguments)}")
-    for method_name, needed in (("_validate_dynamic_slot_consistency", "dist"), ("_dynamic_optim_step", NORM_FILTER)):
-        if needed not in _names_seen_by(getattr(host, method_name)):
-            _refuse(host, f"{method_name} no longer uses {needed}")
+    step = host._dynamic_optim_step  # type: ignore[attr-defined]
+    _check_uses(host, host._validate_dynamic_slot_consistency, "dist")  # type: ignore[attr-defined]
+    _check_uses(host, step, NORM)
+    _check_uses(host, _names_seen_by(step)[NORM], "dist")
+
+
+def _check_uses(host: type, function: Any, needed: str) -> None:
+    if needed not in _names_seen_by(function):
+        _refuse(host, f"{function.__name__} no longer uses {needed}")
 
 
 def _refuse(host: type, why: str) -> None:
@@ -134,15 +144,56 @@ def boundary_input(model: Any, received: Sequence[torch.Tensor]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def counted_where(counts: Callable[[torch.nn.Parameter], bool], step: Any) -> Iterator[None]:
-    """Meanwhile a trainer's optimizer step counts in its gradient norm only what ``counts`` says is counted here."""
+def norm_by(norm: Callable[[list[Square]], float], step: Any) -> Iterator[None]:
+    """Meanwhile a trainer's optimizer step has its gradient norm made by ``norm`` out of what its own rule adds up."""
     names = _names_seen_by(step)
-    own = names[NORM_FILTER]
-    names[NORM_FILTER] = lambda parameter: own(parameter) and counts(parameter)
+    own = names[NORM]
+    names[NORM] = lambda parameters, gradients: norm(list(map(partial(_square, own), parameters, gradients)))
     try:
         yield
     finally:
-        names[NORM_FILTER] = own
+        names[NORM] = own
+
+
+def _square(norm: Any, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> Square:
+    """What a trainer's own norm of one parameter alone would reduce over all ranks."""
+    names = _names_seen_by(norm)
+    own = names["dist"]
+    names["dist"] = heard = _Unreduced(own)
+    try:
+        norm([parameter], [gradient])
+    finally:
+        names["dist"] = own
+    return parameter, heard.tensor
+
+
+class _Unreduced:
+    """torch.distributed, but what is to be reduced is kept as it is."""
+
+    def __init__(self, whole: Any) -> None:
+        self._whole = whole
+        self.tensor = torch.zeros(())
+
+    def all_reduce(self, tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self.tensor = tensor.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+def places_in_model(trainer: Any, slots: Sequence[str]) -> dict[int, tuple[int, float]]:
+    """By the id of a parameter of these slots, the place of its slot and the number of its layer; heads come last."""
+    layers = {id(parameter): _layer_in(name) for name, parameter in slot_parameters_by_name(trainer)}
+    return {
+        id(parameter): (place, layers.get(id(parameter), math.inf))
+        for place, name in enumerate(slots)
+        for parameter in trainer._checkpoint_slot_params_by_name[name]
+    }
+
+
+def _layer_in(name: str) -> float:
+    found = re.search(r"\blayers\.(\d+)\b", name)
+    return math.inf if found is None else int(found[1])
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ class PipelinedPublishing:
         if self.stages is None:
             save(name, output_dir)
             return
-        self.stages.pipeline.flush()
         with publishing_with(_save):
             save(name, output_dir)
 

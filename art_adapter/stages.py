@@ -10,6 +10,7 @@ import contextvars
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -115,6 +116,7 @@ class StageExecutor:
             schedule=self.schedule,
             transport=transport,
             deadline=deadline,
+            keep_open=True,  # as without a pipeline, outputs of one slot may wait while another slot steps
         )
 
     def check_planned_alike(self, groups: Sequence[Group]) -> None:
@@ -138,8 +140,8 @@ class StageExecutor:
         Yields:
             for each group its items' tensors, on every stage.
         """
-        for item in self.pipeline.stream([_microbatch(group) for group in groups]):
-            yield item.outputs
+        items = self.pipeline.stream([_microbatch(group) for group in groups])
+        yield from map(attrgetter("outputs"), items)  # holds none of them: a trainer sees by that what still waits
 
     def forward(self, groups: Sequence[Group]) -> list[Outputs]:
         """Outputs of all ``groups`` at once, on every stage; the caller's backward drives the rest."""

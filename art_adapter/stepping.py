@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from . import lora
-from .agreement import gather, largest
+from .agreement import largest
 from .compat import HEAD_PARAMETER
 from .lora import SlotRef
 from .optimizer import SlotOptimizer
@@ -137,17 +137,13 @@ class Stepping(Slots):
 
 
 def _distributed_grad_norm(params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor]) -> float:
-    """The norm over all ranks, each parameter counted once.
-
-    The squares of whole parameters are added with ``fsum``, which does not depend on their order: any cut of the model
-    over ranks that keeps its parameters whole gives the same norm to the last bit.
-    """
-    own = [
-        float(grad.double().square().sum())
-        for parameter, grad in zip(params, grads, strict=True)
-        if _include_in_distributed_grad_norm(parameter)
-    ]
-    return math.sqrt(math.fsum(square for squares in gather(own) for square in squares))
+    """The norm over all ranks, each parameter counted once."""
+    squared = torch.zeros((), dtype=torch.float64)
+    for parameter, grad in zip(params, grads, strict=True):
+        if _include_in_distributed_grad_norm(parameter):
+            squared = squared.to(grad.device).add_(grad.double().square().sum())
+    dist.all_reduce(squared)
+    return float(squared.sqrt())
 
 
 def _include_in_distributed_grad_norm(parameter: torch.nn.Parameter) -> bool:

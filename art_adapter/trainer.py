@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +24,14 @@ from .chunks import first_is
 from .compat import (
     art_trainer_rank,
     check_shape,
-    counted_where,
+    norm_by,
+    places_in_model,
     presented_as_one_stage,
     refusal_of,
     selection,
     world_is,
 )
-from .gradients import counts_here, take_from_last_stage
+from .gradients import norm_over_stages, take_from_last_stage
 from .publishing import PipelinedPublishing
 from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
@@ -101,6 +102,14 @@ class PipelinedForward:
         nested, groups = self._planned(lambda: run(inputs, **options))
         return self._filled(nested, groups, self.stages.forward(groups))
 
+    def optim_step(self, **options: Any) -> dict[str, float]:
+        """As the trainer's own, once every backward that was called is complete; collective over all ranks."""
+        step: Callable[..., dict[str, float]] = super().optim_step  # type: ignore[misc]
+        if self.stages is not None:
+            self.stages.pipeline.flush()
+            self._changes += 1
+        return step(**options)
+
     def zero_grad(self) -> None:
         """As the trainer's own, after the backwards that the caller's backward calls stand for have all run."""
         if self.stages is not None:
@@ -117,10 +126,12 @@ class PipelinedForward:
         while True:
             with closing(self._unchanged_windows(items[start:], **options)) as windows:
                 for window in windows:
-                    before = (self._changes, selection(self))
-                    yield shifted(window, start)
+                    before, stop = (self._changes, selection(self)), window.stats.global_stop
+                    handed = [shifted(window, start)]
+                    del window  # what waits for a backward is what the caller holds
+                    yield handed.pop()
                     if before != (self._changes, selection(self)):
-                        start += window.stats.global_stop
+                        start += stop
                         break
                 else:
                     return
@@ -133,8 +144,7 @@ class PipelinedForward:
             planned.append(found)
         with closing(self._new_stream([group for _, groups in planned for group in groups])) as outputs:
             for window, groups in planned:
-                filled = self._filled(window.outputs, groups, [next(outputs) for _ in groups])
-                yield replace(window, outputs=filled)
+                yield replace(window, outputs=self._filled(window.outputs, groups, [next(outputs) for _ in groups]))
             for _ in outputs:
                 raise AssertionError("the pipeline has more outputs than were planned")
 
@@ -200,17 +210,16 @@ class PipelinedForward:
             outputs = super()._forward_packed(group.items, group.prepared)  # type: ignore[misc]
         return [tensors_of(output) for output in outputs]
 
-    def _dynamic_optim_step(self, *arguments: Any, **options: Any) -> dict[str, float]:
+    def _dynamic_optim_step(self, checkpoint_names: Sequence[str], **options: Any) -> dict[str, float]:
         step: Callable[..., dict[str, float]] = super()._dynamic_optim_step  # type: ignore[misc]
         if self.stages is None:
-            return step(*arguments, **options)
-        with counted_where(counts_here, step):
-            return step(*arguments, **options)
+            return step(checkpoint_names, **options)
+        places = places_in_model(self, checkpoint_names)
+        with norm_by(partial(norm_over_stages, places=places), step):
+            return step(checkpoint_names, **options)
 
     def _reduce_dynamic_grads(self, params: Sequence[torch.nn.Parameter], **options: Any) -> Any:
         if self.stages is not None:
-            self.stages.pipeline.flush()
-            self._changes += 1
             take_from_last_stage(params)
         return super()._reduce_dynamic_grads(params, **options)  # type: ignore[misc]
 
@@ -223,9 +232,10 @@ class PipelinedForward:
 
     def _load_slot(self, *arguments: Any, **options: Any) -> int:
         load = super()._load_slot  # type: ignore[misc]
-        self._changes += 1
         if self.stages is None:
             return int(load(*arguments, **options))
+        self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
+        self._changes += 1
         return int(together("loading a slot", lambda: load(*arguments, **options)))
 
     def _validate_dynamic_slot_consistency(self, *arguments: Any, **options: Any) -> Any:

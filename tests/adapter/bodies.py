@@ -162,6 +162,61 @@ def a_window_without_a_backward(play: Play) -> None:
 
 
 @body
+def a_loss_that_uses_some_outputs_only(play: Play) -> None:
+    for window in play.windows([play.requests(3, hidden_states=True), play.requests(2)]):
+        first = next(flat(window.outputs))
+        first.target_logprobs[2:].sum().backward()
+    play.note_gradients()
+
+
+@body
+def a_backward_that_comes_after_another_loop(play: Play) -> None:
+    early = [window.outputs for window in play.windows(play.requests(6))]
+    play.loss(early[1]).backward()
+    for window in play.windows(play.requests(2)):
+        play.loss(window.outputs).backward()
+    play.note_gradients("second loop")
+    torch.stack([play.loss(outputs) for outputs in (early[0], *early[2:])]).sum().backward()
+    close_gradients(play)
+
+
+@body
+def outputs_that_are_kept_after_the_step(play: Play) -> None:
+    kept = []
+    for step in range(2):
+        for window in play.windows(play.requests(3)):
+            kept.append(window.outputs)
+            play.loss(window.outputs).backward()
+        play.note_close(f"norm {step}", play.step()["grad_norm"])
+    play.note_error("too late", lambda: play.loss(kept[1]).backward())
+    play.note_parameters()
+
+
+@body
+def outputs_that_are_let_go_of_do_not_wait(play: Play) -> None:
+    for number, window in enumerate(play.windows(play.requests(4))):
+        if number % 2:
+            del window
+        else:
+            play.loss(window.outputs).backward()
+        play.note_error(f"step {number}", lambda: play.note_close("norm", play.step()["grad_norm"]))
+    play.note_parameters()
+
+
+@body
+def collectives_of_the_callers_own_inside_the_loop(play: Play) -> None:
+    for window in play.windows(play.requests(4)):
+        dist.barrier()
+        loss = play.loss(window.outputs)
+        everywhere = loss.detach().clone()
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
+        assert torch.equal(everywhere, loss)
+        loss.backward()
+        dist.barrier()
+    play.note_gradients()
+
+
+@body
 def leaving_the_loop_early(play: Play) -> None:
     for number, window in enumerate(play.windows(play.requests(5))):
         play.loss(window.outputs).backward()
@@ -385,6 +440,43 @@ def a_gradient_that_is_not_finite_on_one_stage(play: Play) -> None:
             parameter.grad.fill_(math.nan)
     play.note("step", play.step()["update_successful"])
     play.note_parameters()
+    play.note_gradients()
+
+
+@body
+def a_step_of_one_slot_while_outputs_of_another_wait(play: Play) -> None:
+    one, other = (play.trainer.dp_rank_forward(play.requests(2, checkpoint=name)) for name in "AB")
+    play.loss(one).backward()
+    play.note_close("A", play.step(checkpoints=["A"])["grad_norm"])
+    play.loss(other).backward()
+    play.note_gradients()
+    play.note_close("B", play.step()["grad_norm"])
+    play.note_parameters()
+
+
+@body
+def a_step_inside_the_loop_while_outputs_of_another_slot_wait(play: Play) -> None:
+    waiting = []
+    for number, window in enumerate(play.windows(play.requests(4))):
+        if number % 2:
+            play.loss(window.outputs).backward()
+            play.note_close(f"norm {number}", play.step(learning_rate=1e-3)["grad_norm"])
+        else:
+            waiting.append(window.outputs)
+        play.trainer.set_checkpoint("A" if number % 2 else "B")
+    del window
+    torch.stack([play.loss(outputs) for outputs in waiting]).sum().backward()
+    close_gradients(play)
+    play.note_close("norm", play.step()["grad_norm"])
+    play.note_parameters()
+
+
+@body
+def zero_grad_inside_the_loop(play: Play) -> None:
+    for number, window in enumerate(play.windows(play.requests(4))):
+        play.loss(window.outputs).backward()
+        if number == 1:
+            play.trainer.zero_grad()
     play.note_gradients()
 
 

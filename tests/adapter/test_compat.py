@@ -48,10 +48,10 @@ def test_a_signature_that_has_changed_is_shown() -> None:
 
 
 def test_a_step_that_counts_parameters_elsewhere_is_refused() -> None:
-    def _dynamic_optim_step(self: Any) -> None: ...
+    def _dynamic_optim_step(self: Any, checkpoint_names: Any) -> None: ...
 
     changed = type("TrainerRank", (july.TrainerRank,), {"_dynamic_optim_step": _dynamic_optim_step})
-    with pytest.raises(UnsupportedHostError, match="_dynamic_optim_step no longer uses _include_in_distributed"):
+    with pytest.raises(UnsupportedHostError, match="_dynamic_optim_step no longer uses _distributed_grad_norm"):
         check_shape(changed)
 
 

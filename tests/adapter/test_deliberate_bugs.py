@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from art_adapter import stages, trainer
+from art_adapter import gradients, stages, trainer
 from art_adapter.records import Records
 from art_adapter.tiny_gpt import Cut
 
@@ -82,7 +82,7 @@ def cotangents_are_summed_over_stages() -> Iterator[None]:
 
 @found_by("a_custom_head_counts_once_and_stays_the_same_everywhere", "norm")
 def heads_are_counted_on_every_stage() -> Iterator[None]:
-    with replaced(trainer, "counts_here", lambda parameter: True):
+    with replaced(gradients, "counts_here", lambda parameter: True):
         yield
 
 
