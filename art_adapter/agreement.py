@@ -28,18 +28,35 @@ def largest(values: Sequence[int], *, device: torch.device, group: Any = None) -
     return [int(value) for value in found.tolist()]
 
 
-def check_same(what: str, said: str, *, device: torch.device, group: Any) -> None:
+def check_same(
+    what: str, said: str, *, numbers: Sequence[float] = (), device: torch.device, group: Any
+) -> list[list[float]]:
     """Let all ranks of a group go on only if they say the same; collective over it.
+
+    Args:
+        what: an error begins with it.
+        said: to be the same.
+        numbers: told to all ranks on the way, of any value but as many on each.
+
+    Returns:
+        the numbers of every rank.
 
     Raises:
         UsageError: on every rank, with both sides.
     """
-    digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:7], "big")
-    if largest([digest, -digest], device=device, group=group) == [digest, -digest]:
-        return
-    by_rank = gather(said, group=group)
+    digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:6], "big")  # 48 bits: exact in a float64
+    own = torch.tensor([digest, *numbers], dtype=torch.float64, device=device)
+    told = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, own, group=group)
+    by_rank = [each.tolist() for each in told]
+    if any(each[0] != digest for each in by_rank):
+        raise _unlike(what, gather(said, group=group))
+    return [each[1:] for each in by_rank]
+
+
+def _unlike(what: str, by_rank: Sequence[str]) -> UsageError:
     other = next(rank for rank, words in enumerate(by_rank) if words != by_rank[0])
-    raise UsageError(
+    return UsageError(
         f"{what}: stage 0 has\n  {by_rank[0]}\nstage {other} has\n  {by_rank[other]}\n"
         "every stage plans the same; pass the same inputs on all ranks of a pipeline."
     )

@@ -32,6 +32,7 @@ SEAM: dict[str, tuple[str, ...]] = {
     "_decoder_hidden": ("prepared",),
     "_forward_packed": ("items", "prepared"),
     "_track_slot_graph_outputs": ("ref", "outputs"),
+    "_execute_flat_plan": ("plan",),
     "_forward_memory_group": (),
     "_load_slot": (),
     "_validate_dynamic_slot_consistency": (),
@@ -229,6 +230,11 @@ def _names_seen_by(method: Any) -> dict[str, Any]:
     """The names of the module in which a method was written."""
     names: dict[str, Any] = inspect.unwrap(method).__globals__
     return names
+
+
+def measures_memory(trainer: Any) -> bool:
+    """Whether a trainer plans by the memory that its forwards took on this rank, not by an estimate of the model."""
+    return hasattr(trainer, "_memory_profiles")
 
 
 def selection(trainer: Any) -> tuple[Any, ...]:

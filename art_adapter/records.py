@@ -26,6 +26,13 @@ def replace(record: T, **changes: Any) -> T:
     return evolved
 
 
+def fields_of(record: Any) -> set[str]:
+    """The names of a record's fields."""
+    if dataclasses.is_dataclass(record):
+        return {field.name for field in dataclasses.fields(record)}
+    return {field.name for field in attrs.fields(type(record))}
+
+
 def shifted(window: Any, start: int) -> Any:
     """A window of the items from ``start`` on, told as one of all items."""
     stats = replace(
@@ -63,6 +70,7 @@ class Records:
 
             namespace = vars(requests)
         self._forward_output, self._top_k = namespace["ForwardOutput"], namespace["TopK"]
+        self.memory_error: type[Exception] = namespace["TrainerRankMemoryError"]
         self._numbers = count()
 
     def placeholder(self) -> tuple[int, Any]:

@@ -1,16 +1,16 @@
 """The composed part: groups of requests go through the stages of a pipeline, outputs come back on every rank.
 
 Nothing here knows a trainer's class.  A trainer hands over two functions, what a middle stage and what the last stage
-does with a group, and gets outputs of deferred groups back, one by one (``stream``) or all at once (``forward``).
+does with a group, and gets outputs of deferred groups back: all at once (``forward``), or in waves of which more come
+while it runs (``pipeline.waves``).
 """
 
 from __future__ import annotations
 
 import contextvars
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -21,6 +21,7 @@ import pipeline_engine as pe
 from .agreement import check_same
 from .chunks import graph_of
 from .compat import boundary_input
+from .pace import Agreed, Pace
 from .records import Tensors
 from .runtime import language_model
 from .scheduling import log_choice, schedule_for
@@ -40,12 +41,14 @@ class Group:
         items, prepared: what the trainer's own forward takes.
         numbers: of the placeholders that the trainer holds instead of the outputs.
         slot: what the trainer calls the slot, once it has said so.
+        around: runs a forward of this group and may look at what it takes, or at how it fails.
     """
 
     items: Sequence[Any]
     prepared: Any
     numbers: Sequence[int] = ()
     slot: Any = None
+    around: Callable[[Callable[[], Any]], Any] = attrs.field(default=lambda run: run())
     context: contextvars.Context = attrs.field(init=False, factory=contextvars.copy_context)
     differentiates: bool = attrs.field(init=False, factory=torch.is_grad_enabled)
 
@@ -57,7 +60,12 @@ class Group:
     def run(self, forward: Callable[[Group], Any]) -> Any:
         """Run a forward where the group was made."""
         with torch.set_grad_enabled(self.differentiates and torch.is_grad_enabled()):
-            return self.context.copy().run(forward, self)
+            return self.around(lambda: self.context.copy().run(forward, self))
+
+    @property
+    def microbatch(self) -> pe.Microbatch:
+        """The group as a pipeline takes it."""
+        return pe.Microbatch(shared={"group": self}, weight=float(max(1, self.tokens)))
 
     def __str__(self) -> str:
         """What all stages must mean alike: slot, grad mode, and of each item its tokens and what it asks for."""
@@ -86,10 +94,16 @@ class StageExecutor:
         outputs: ``outputs(chunk, group)`` returns the tensors of every item; called on the last stage.
         schedule: a name of ``pipeline_engine.SCHEDULES``; by default what fits the number of chunks.
         deadline: seconds that any single wait for another stage may take.
+        agreeing: the ranks that must decide alike; by default those of the pipeline.
+
+    Attributes:
+        agreed: what all of them know of the stages' speed, or None before anything ran.
 
     Raises:
         UsageError: the chunks of all ranks together are not the model.
     """
+
+    agreed: Agreed | None = None
 
     def __init__(
         self,
@@ -100,11 +114,14 @@ class StageExecutor:
         outputs: Callable[[Any, Group], Outputs],
         schedule: str | None = None,
         deadline: float = 600.0,
+        agreeing: Any = None,
     ) -> None:
         transport = pe.TorchTransport(process_group)
         rank, graph = transport.rank, graph_of(chunks, process_group)
-        self._process_group = process_group
+        self._agreeing = process_group if agreeing is None else agreeing
+        self._pace = Pace(rank)
         self._device = next(chunks[0].parameters()).device
+        self.graph = graph
         self.schedule = schedule or schedule_for(graph)
         log_choice(self.schedule, graph, rank=rank, was_named=schedule is not None)
         self.pipeline = pe.Pipeline(
@@ -117,10 +134,13 @@ class StageExecutor:
             transport=transport,
             deadline=deadline,
             keep_open=True,  # as without a pipeline, outputs of one slot may wait while another slot steps
+            tracer=self._pace,
         )
 
     def check_planned_alike(self, groups: Sequence[Group]) -> None:
-        """Compare what the stages have planned, before anything of it runs; collective over the pipeline.
+        """Compare what the stages have planned, before anything of it runs; collective over those that decide alike.
+
+        On the way they tell each other how fast they are, for the next plan.
 
         Args:
             groups: what this stage has planned.
@@ -129,29 +149,20 @@ class StageExecutor:
             UsageError: on every rank, if two stages differ; the message shows both sides.
         """
         said = "\n  ".join(map(str, groups)) or "nothing"
-        check_same("stages have planned differently", said, device=self._device, group=self._process_group)
-
-    def stream(self, groups: Sequence[Group]) -> Generator[Outputs, None, None]:
-        """Outputs of the groups in order; the caller's backward in between runs this stage's backwards.
-
-        Args:
-            groups: the same on all stages.
-
-        Yields:
-            for each group its items' tensors, on every stage.
-        """
-        items = self.pipeline.stream([_microbatch(group) for group in groups])
-        yield from map(attrgetter("outputs"), items)  # holds none of them: a trainer sees by that what still waits
+        words = check_same(
+            "stages have planned differently",
+            said,
+            numbers=self._pace.words(),
+            device=self._device,
+            group=self._agreeing,
+        )
+        self.agreed = Agreed.of(words)
 
     def forward(self, groups: Sequence[Group]) -> list[Outputs]:
         """Outputs of all ``groups`` at once, on every stage; the caller's backward drives the rest."""
-        return self.pipeline.forward([_microbatch(group) for group in groups])
+        return self.pipeline.forward([group.microbatch for group in groups])
 
 
 def _run(chunk: Any, forward: Callable[[Any, Group], Any], *received: torch.Tensor, group: Group) -> Any:
     with boundary_input(language_model(chunk), received):
         return group.run(partial(forward, chunk))
-
-
-def _microbatch(group: Group) -> pe.Microbatch:
-    return pe.Microbatch(shared={"group": group}, weight=float(max(1, group.tokens)))

@@ -4,26 +4,28 @@ Only the seam of the trainer is overridden.  While a forward is planned, ``_forw
 the group and returns placeholders.  Then all deferred groups go through the pipeline, and the placeholders in the
 planned result are replaced by the outputs as they come.
 
-Note [re-planned after a change]: groups of later windows run ahead of the caller.  When he changes what they depend on
-inside his loop (an optimizer step, another slot, another stream), what has run ahead is dropped and the rest is planned
-again, so that the result is that of a trainer that runs one window after the other.
+Note [re-planned after a change]: windows are planned, and run, ahead of the caller; see ahead.py.  When he changes what
+they depend on inside his loop (an optimizer step, another slot, another stream), what has run ahead is dropped and the
+rest is planned again, so that the result is that of a trainer that runs one window after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from .agreement import together
+from .agreement import largest, together
+from .ahead import Horizon, Line, MemoryShortage, Room, Wave
 from .chunks import first_is
 from .compat import (
     art_trainer_rank,
     check_shape,
+    measures_memory,
     norm_by,
     places_in_model,
     presented_as_one_stage,
@@ -31,15 +33,16 @@ from .compat import (
     selection,
     world_is,
 )
+from .cutting import CutPlan
 from .gradients import norm_over_stages, take_from_last_stage
+from .memory_watch import DeviceMemory, WaveMemory
+from .pace import best_length
 from .publishing import PipelinedPublishing
 from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
-from .runtime import Runtime
+from .runtime import Runtime, language_model
 from .stages import Group, Outputs, StageExecutor
 from .topology import Topology, check_supported
-
-T = TypeVar("T")
 
 
 class PipelinedForward:
@@ -51,6 +54,8 @@ class PipelinedForward:
         runtime: this rank's stages of the model.
         schedule: a name of ``pipeline_engine.SCHEDULES``; by default what fits the number of stages.
         deadline: seconds that any single wait for another stage may take.
+        microbatch_tokens: of about how many tokens the microbatches are into which a window is cut, where that is
+            lossless; by default what the measured speed of the stages makes the best of.
         options: of the trainer's own class.
 
     Attributes:
@@ -63,12 +68,22 @@ class PipelinedForward:
 
     host: type
     runtime: Any
+    device: torch.device
     stages: StageExecutor | None = None
-    _deferred: list[Group] | None = None
-    _stream: Generator[Outputs, None, None] | None = None
+    _deferred: Wave | None = None
+    _line: Line | None = None
+    _is_under_way = False  # whether windows were planned before, in the same loop
     _changes = 0
 
-    def __init__(self, runtime: Any, *, schedule: str | None = None, deadline: float = 600.0, **options: Any) -> None:
+    def __init__(
+        self,
+        runtime: Any,
+        *,
+        schedule: str | None = None,
+        deadline: float = 600.0,
+        microbatch_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
         topology = Topology.of(runtime)
         if not topology.is_pipelined:
             super().__init__(runtime, **options)  # type: ignore[call-arg]
@@ -86,6 +101,10 @@ class PipelinedForward:
             schedule=schedule,
             deadline=deadline,
         )
+        self._microbatch_tokens = microbatch_tokens
+        self._horizon = Horizon()
+        self._room = self._room_of(runtime)
+        self._memory = DeviceMemory(self.device)
 
     def forward_micro_batches(self, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:
         """As the trainer's own; windows run ahead of the caller, see Note [re-planned after a change]."""
@@ -99,8 +118,10 @@ class PipelinedForward:
         run = super().dp_rank_forward  # type: ignore[misc]
         if self.stages is None:
             return run(inputs, **options)
-        nested, groups = self._planned(lambda: run(inputs, **options))
-        return self._filled(nested, groups, self.stages.forward(groups))
+        wave = self._planned(lambda: run(inputs, **options))
+        self.stages.check_planned_alike(wave.groups)
+        with self._as_memory_error():
+            return self._filled(wave, self.stages.forward(wave.groups))
 
     def optim_step(self, **options: Any) -> dict[str, float]:
         """As the trainer's own, once every backward that was called is complete; collective over all ranks."""
@@ -137,44 +158,95 @@ class PipelinedForward:
                     return
 
     def _unchanged_windows(self, items: Sequence[Any], **options: Any) -> Generator[Any, None, None]:
-        """Plan every window, then hand out each with its outputs as they come through the pipeline."""
+        """Hand out window after window with its outputs as they come through the pipeline."""
         planning = super().forward_micro_batches(items, **options)  # type: ignore[misc]
-        planned: list[tuple[Any, list[Group]]] = []
-        while (found := self._planned(lambda: next(planning, None)))[0] is not None:
-            planned.append(found)
-        with closing(self._new_stream([group for _, groups in planned for group in groups])) as outputs:
-            for window, groups in planned:
-                yield replace(window, outputs=self._filled(window.outputs, groups, [next(outputs) for _ in groups]))
-            for _ in outputs:
-                raise AssertionError("the pipeline has more outputs than were planned")
-
-    def _new_stream(self, groups: Sequence[Group]) -> Generator[Outputs, None, None]:
-        """Begin a stream; one that is still running ends, and its loop plans the rest again when it goes on."""
-        assert self.stages is not None
-        if self._stream is not None:
-            self._stream.close()
-        self._changes += 1
-        self._stream = stream = self.stages.stream(groups)
-        return stream
-
-    def _planned(self, plan: Callable[[], T]) -> tuple[T, list[Group]]:
-        """Run a forward of the trainer's own class up to its seam; its result holds placeholders."""
-        assert self.stages is not None
-        groups: list[Group] = []
-        self._deferred = groups
+        self._is_under_way = False
+        line, used, is_planning = self._new_line(), 0, True
         try:
-            result = plan()
+            while True:
+                if is_planning and len(line) < line.fewest:
+                    is_planning = self._plan_more(planning, line)
+                if not line:
+                    return
+                with self._as_memory_error():
+                    wave, outputs = line.take()
+                used += 1
+                yield replace(wave.result, outputs=self._filled(wave, outputs))
+        except GeneratorExit:
+            self._horizon.changed(used)
+            raise
+        finally:
+            line.end()
+
+    def _plan_more(self, planning: Iterator[Any], line: Line) -> bool:
+        """Plan as many windows as the horizon says; whether there are further ones.
+
+        While the trainer knows nothing of the memory yet, it plans one, which must run before it can plan better.
+        """
+        assert self.stages is not None
+        waves: list[Wave] = []
+        wave, learns = Wave(), False
+        while len(waves) < self._horizon.size and not learns:
+            wave = self._planned(lambda: next(planning, None))
+            if wave.result is None:
+                break
+            wave.check = wave.result.stats
+            waves.append(wave)
+            self._is_under_way = True
+            learns = self._memory.is_measured and wave.check.cold_start
+        self.stages.check_planned_alike([group for each in waves for group in each.groups])
+        for each in waves:
+            line.add(each)
+        line.fewest = 1 if learns else self.stages.graph.num_ranks
+        self._horizon.used()
+        return wave.result is not None
+
+    def _new_line(self) -> Line:
+        """Begin a loop; one that is still running ends, and plans the rest again when it goes on."""
+        assert self.stages is not None
+        if self._line is not None:
+            self._line.end()
+        self._changes += 1
+        self._line = line = Line(self.stages.pipeline.waves, self._room)
+        return line
+
+    @contextmanager
+    def _as_memory_error(self) -> Iterator[None]:
+        """A deferred forward that ran out of memory, here or on another rank, is the trainer's own error everywhere."""
+        try:
+            yield
+        except Exception as error:
+            if words := MemoryShortage.told_by(error):
+                raise self._records.memory_error(words) from error
+            raise
+
+    def _room_of(self, runtime: Any) -> Room:
+        """A trainer that measures does so on this rank; what is estimated is meant for the whole model."""
+        layers = sum(len(language_model(chunk).decoder.layers) for chunk in runtime.model)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        (most,) = largest([layers], device=self.device, group=group)
+        size = next(runtime.model[0].parameters()).element_size()
+        return Room(
+            share=1.0 if measures_memory(self) else most / runtime.provider.num_layers,
+            boundary=4 * int(runtime.provider.hidden_size) * size,
+        )
+
+    def _planned(self, plan: Callable[[], Any]) -> Wave:
+        """Run a forward of the trainer's own class up to its seam; its result holds placeholders."""
+        self._deferred = wave = Wave()
+        try:
+            wave.result = plan()
         finally:
             self._deferred = None
-        self.stages.check_planned_alike(groups)
-        return result, groups
+        return wave
 
-    def _filled(self, nested: Any, groups: Sequence[Group], found: Sequence[Outputs]) -> Any:
+    def _filled(self, wave: Wave, found: Iterable[Outputs]) -> Any:
         """The planned result with outputs in the place of its placeholders, in the same nesting."""
         made: dict[int, Any] = {}
-        for group, outputs in zip(groups, found, strict=True):
+        for group, outputs in zip(wave.groups, found, strict=True):
             tracked = self._track_slot_graph_outputs(group.slot, [self._records.output(each) for each in outputs])
             made |= dict(zip(group.numbers, tracked, strict=True))
+        nested = getattr(wave.result, "outputs", wave.result)
         return self._records.filled(nested, made)
 
     # What follows is called by the trainer's own class.
@@ -186,12 +258,52 @@ class PipelinedForward:
         if self._deferred is None:
             raise RuntimeError("a pipelined trainer runs forwards through forward_micro_batches and dp_rank_forward")
         placeholders = [self._records.placeholder() for _ in items]
-        self._deferred.append(Group(items, prepared, [number for number, _ in placeholders]))
+        numbers = [number for number, _ in placeholders]
+        self._deferred.groups.append(Group(items, prepared, numbers, around=self._deferred.run_piece))
         return [output for _, output in placeholders]
+
+    def _execute_flat_plan(self, plan: Any) -> list[Any]:
+        run: Callable[[Any], list[Any]] = super()._execute_flat_plan  # type: ignore[misc]
+        wave = self._deferred
+        if wave is None:
+            return run(plan)
+        whole = CutPlan.of(plan)
+        placeholders = run(whole.cut(self._length_of_microbatches(whole)))
+        if self._memory.is_measured:
+            wave.memory = self._memory_of(wave, plan)
+        return placeholders
+
+    def _length_of_microbatches(self, whole: CutPlan) -> int:
+        assert self.stages is not None
+        if self._microbatch_tokens is not None:
+            return self._microbatch_tokens
+        return best_length(
+            whole,
+            self.stages.agreed,
+            self.stages.graph,
+            more=self._is_under_way,
+            differentiates=torch.is_grad_enabled(),
+        )
+
+    def _memory_of(self, wave: Wave, plan: Any) -> WaveMemory:
+        """What is to be told of its memory when it has run here: on other stages than the last, outputs arrive."""
+        outputs = 0 if parallel_state.is_pipeline_last_stage() else plan.output_bytes
+        return WaveMemory(
+            self._memory,
+            pieces=len(wave.groups) * len(self.runtime.model),
+            beside=self._room.boundary * wave.tokens + outputs,
+            report=lambda peak: self._update_memory_profile(plan, peak),
+        )
+
+    def _memory_check(self, *arguments: Any, **options: Any) -> Any:
+        check = super()._memory_check(*arguments, **options)  # type: ignore[misc]
+        if self._deferred is not None:
+            self._deferred.check = check
+        return check
 
     def _track_slot_graph_outputs(self, ref: Any, outputs: Sequence[Any]) -> list[Any]:
         if self._deferred is not None:  # placeholders: nothing is alive yet
-            self._deferred[-1].slot = ref
+            self._deferred.groups[-1].slot = ref
             return list(outputs)
         tracked: list[Any] = super()._track_slot_graph_outputs(ref, outputs)  # type: ignore[misc]
         return tracked
@@ -272,6 +384,7 @@ class TrainerRank:
         schedule: pipeline schedule, used with several stages only; a name of ``pipeline_engine.SCHEDULES``, by default
             what fits the number of stages.
         deadline: seconds that any single wait for another stage may take; used with several stages only.
+        microbatch_tokens: see ``PipelinedForward``; used with several stages only.
         options: of the host's class.
 
     Raises:
@@ -287,6 +400,7 @@ class TrainerRank:
         host: type | None = None,
         schedule: str | None = None,
         deadline: float = 600.0,
+        microbatch_tokens: int | None = None,
         **options: Any,
     ) -> Any:
         """Make an instance of the class that fits the topology."""
@@ -294,4 +408,5 @@ class TrainerRank:
             host = ReferenceTrainerRank if isinstance(runtime, Runtime) else art_trainer_rank()
         if not Topology.of(runtime).is_pipelined:
             return host(runtime, **options)
-        return pipelined(host)(runtime, schedule=schedule, deadline=deadline, **options)
+        own = {"schedule": schedule, "deadline": deadline, "microbatch_tokens": microbatch_tokens}
+        return pipelined(host)(runtime, **own, **options)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pipeline_engine.plan.simulate import Timeline as Timeline
     from pipeline_engine.plan.simulate import simulate as simulate
     from pipeline_engine.plan.trace import Trace as Trace
+    from pipeline_engine.plan.waves import in_waves as in_waves
     from pipeline_engine.run.bridge import Pipeline as Pipeline
     from pipeline_engine.run.microbatch import Microbatch as Microbatch
     from pipeline_engine.run.products import splits_backward as splits_backward
@@ -81,6 +82,7 @@ _HOMES = {
     "simulate": "plan.simulate",
     "Timeline": "plan.simulate",
     "Trace": "plan.trace",
+    "in_waves": "plan.waves",
     "Pipeline": "run.bridge",
     "Yielded": "run.yielded",
     "Microbatch": "run.microbatch",

@@ -47,9 +47,11 @@ class WavesReplica(Replica):
             left.extend(writer.announce(program, range(first, first + count)))
 
     def _give(self, microbatches: Collection[int]) -> None:
+        last = max(microbatches, default=-1)
         for left, writer in zip(self._left, self._writers, strict=True):
-            left.extend(writer.backwards_up_to(max(microbatches, default=-1)))
+            left.extend(writer.backwards_up_to(last))
         super()._give(microbatches)
+        self._passing.update(m for m in self.open if m < last)  # of a wave some may have no gradient
 
 
 def in_waves(name: str, graph: StageGraph, sizes: Sequence[int], *, at_once: int | None = None) -> Schedule:

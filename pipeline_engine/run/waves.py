@@ -29,12 +29,18 @@ class Waves:
     _queue: deque[Microbatch]
     _check_open: Callable[[], None]
     _sizes: deque[int] = field(init=False, factory=deque)  # of the waves that were added and not taken
-    _taken: int = field(init=False, default=0)
+    _taken: list[range] = field(init=False, factory=list)  # microbatches of the waves that were taken
 
     @property
     def waiting(self) -> int:
         """How many waves were added and not taken yet."""
         return len(self._sizes)
+
+    @property
+    def open(self) -> set[int]:
+        """Which waves were taken, by number from 0, and may still be given a gradient: what is kept for it stays."""
+        microbatches = self._call.open
+        return {number for number, wave in enumerate(self._taken) if not microbatches.isdisjoint(wave)}
 
     def add(self, microbatches: Sequence[Microbatch]) -> None:
         """One more wave, of any number of microbatches; it may run from the next ``take`` on.
@@ -58,8 +64,9 @@ class Waves:
         if not self._sizes:
             raise UsageError("there is no wave to take: add one before.")
         self._call.is_running = True
-        first, self._taken = self._taken, self._taken + self._sizes.popleft()
-        return [self._call.ask(microbatch) for microbatch in range(first, self._taken)]
+        first = self._taken[-1].stop if self._taken else 0
+        self._taken.append(range(first, first + self._sizes.popleft()))
+        return [self._call.ask(microbatch) for microbatch in self._taken[-1]]
 
     def end(self) -> None:
         """No wave will be taken any more.  Gradients of what was taken may still be given."""

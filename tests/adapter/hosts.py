@@ -16,6 +16,8 @@ from art_adapter.tiny_gpt import Cut, Shape
 OWN = ("reference", "july", "september", "graph_cache")
 """Hosts that need nothing but this repository."""
 ALPHA = 8.0
+WHOLE = 1 << 30
+"""Tokens of a microbatch that no window has."""
 
 
 @attrs.frozen
@@ -44,8 +46,8 @@ class Host:
         return self.name == "art"
 
     def trainer(self, runtime: Any) -> Any:
-        """A trainer over this rank's runtime."""
-        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0)
+        """A trainer over this rank's runtime, which leaves every window whole: what one stage computes, bit for bit."""
+        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0, microbatch_tokens=WHOLE)
 
     def load(self, trainer: Any, name: str, seed: int, *, r: int = 4) -> int:
         """Load a trainable slot."""

@@ -69,6 +69,21 @@ def test_nothing_runs_that_was_not_added() -> None:
     assert last == ["1F0", "1F1", "1B0", "1B1"]
 
 
+def test_what_is_given_of_a_wave_is_complete_when_the_backward_call_returns() -> None:
+    def caller(rank: Rank) -> list[str]:
+        waves = rank.pipeline.waves()
+        waves.add(batch([1, 1, 1, 1]))
+        outputs = waves.take()
+        (outputs[1].sum() + outputs[3].sum()).backward()
+        seen = [action for action in rank.log if "B" in action]
+        assert waves.open == {0}
+        outputs[0].sum().backward()
+        waves.end()
+        return seen
+
+    assert on_ranks(caller, 2) == [["0B1", "0B3"], ["1B1", "1B3"]]
+
+
 def test_without_gradients_and_after_a_wave_of_none() -> None:
     def caller(rank: Rank) -> list[int]:
         with torch.no_grad():

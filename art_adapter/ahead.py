@@ -1,0 +1,167 @@
+"""Waves that are planned but have not run, and how many of them may run ahead of the caller.
+
+A trainer plans its windows one after the other, and talks to all ranks about each.  If ranks did that between two
+windows they would wait for one another and the pipeline would run empty; so several are planned at a time, see
+``Horizon``.  Which of them may run is another matter: as many as fit in the memory beside what waits for its backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+import pipeline_engine as pe
+
+from .memory_watch import WaveMemory
+from .stages import Group
+
+MOST_AT_A_TIME = 64
+
+
+@attrs.define(eq=False)
+class Wave:
+    """A forward that is planned: what the trainer hands to its caller at once.
+
+    Attributes:
+        result: the trainer's own, with placeholders for outputs; None if it had nothing more to plan.
+        groups: what is to run, one microbatch each.
+        plan: the trainer's own plan.
+        check: what it estimates: ``estimated_required_bytes`` and ``available_bytes``, the same on all ranks.
+        memory: takes note of what its groups take here, once all of them are known.
+    """
+
+    result: Any = None
+    groups: list[Group] = attrs.field(factory=list)
+    plan: Any = None
+    check: Any = None
+    memory: WaveMemory | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of all its packed rows."""
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether a backward may follow."""
+        return any(group.differentiates for group in self.groups)
+
+    def run_piece(self, run: Callable[[], Any]) -> Any:
+        """Run a forward of one of the groups.
+
+        Raises:
+            MemoryShortage: the device's memory was not enough.
+        """
+        try:
+            return run() if self.memory is None else self.memory.measure(run)
+        except torch.OutOfMemoryError as error:
+            raise MemoryShortage(
+                f"a deferred forward ran out of memory although the estimate fitted: packed_tokens={self.tokens} "
+                f"microbatches={len(self.groups)} estimated_required_bytes={self.check.estimated_required_bytes} "
+                f"available_bytes={self.check.available_bytes}; pass fewer or shorter inputs"
+            ) from error
+
+
+class MemoryShortage(RuntimeError):
+    """On the rank at fault, what every rank's caller gets as the trainer's own memory error, in the same words."""
+
+    @classmethod
+    def told_by(cls, error: Exception) -> str:
+        """Its words, if this error is one or tells of one on another rank; else nothing."""
+        if isinstance(error, cls):
+            return str(error)
+        kind, _, words = error.cause.partition(": ") if isinstance(error, pe.PeerFailedError) else ("", "", "")
+        return words if kind == cls.__name__ else ""
+
+
+@attrs.define
+class Horizon:
+    """How many windows are planned at a time.
+
+    As many as were used since the last change of what they depend on, twice as many each time that nothing changed:
+    a caller who steps in every window plans each window once, and one who does not hardly ever meets the other ranks.
+    """
+
+    size: int = MOST_AT_A_TIME
+
+    def used(self) -> None:
+        """All that were planned have been used."""
+        self.size = min(2 * self.size, MOST_AT_A_TIME)
+
+    def changed(self, used: int) -> None:
+        """After so many, the rest is of no use."""
+        self.size = min(max(1, used), MOST_AT_A_TIME)
+
+
+@attrs.frozen
+class Room:
+    """What a wave occupies on a rank.
+
+    Attributes:
+        share: of the estimate, that of the largest stage: 1 if the trainer measures on each rank.
+        boundary: bytes per token that cross into and out of a stage, gradients included.
+    """
+
+    share: float
+    boundary: int
+
+    def needed_by(self, wave: Wave) -> float:
+        """Bytes on the fullest rank."""
+        return self.share * int(wave.check.estimated_required_bytes) + self.boundary * wave.tokens
+
+
+class Line:
+    """The waves of one loop, from their planning to the caller's hands.
+
+    Args:
+        begin: begins the call that runs them, when there is something to run.
+        room: what they occupy.
+
+    Attributes:
+        fewest: when there are fewer waves than this, more are to be planned.
+    """
+
+    fewest = 1
+
+    def __init__(self, begin: Callable[[], pe.Waves], room: Room) -> None:
+        self._begin = begin
+        self._room = room
+        self._call: pe.Waves | None = None
+        self._planned: deque[Wave] = deque()  # not taken yet; the first ones may run
+        self._taken: list[float] = []  # bytes that each wave keeps until its backward
+
+    def __len__(self) -> int:
+        return len(self._planned)
+
+    def add(self, wave: Wave) -> None:
+        """A wave was planned."""
+        self._planned.append(wave)
+
+    def take(self) -> tuple[Wave, Iterator[Any]]:
+        """The next wave, and its groups' outputs."""
+        self._let_run()
+        assert self._call is not None
+        wave = self._planned.popleft()
+        self._taken.append(self._room.needed_by(wave) if wave.differentiates else 0.0)
+        return wave, iter(self._call.take())
+
+    def end(self) -> None:
+        """The caller takes no more."""
+        if self._call is not None:
+            self._call.end()
+
+    def _let_run(self) -> None:
+        """The next wave in any case; those behind it as far as they fit beside all that is kept."""
+        if self._call is None:
+            self._call = self._begin()
+        kept = sum(self._taken[number] for number in self._call.open)
+        for place, wave in enumerate(self._planned):
+            kept += self._room.needed_by(wave)
+            if place and kept > wave.check.available_bytes:
+                return
+            if place >= self._call.waiting:
+                self._call.add([group.microbatch for group in wave.groups])
