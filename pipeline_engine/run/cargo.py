@@ -37,9 +37,14 @@ class Cargo:
     @classmethod
     def of(cls, tree: Any) -> Cargo:
         """Detach a tree; the tensors still share their memory with it."""
+        return cls.with_leaves(tree)[0]
+
+    @classmethod
+    def with_leaves(cls, tree: Any) -> tuple[Cargo, tuple[Any, ...]]:
+        """Detach a tree; the second is its own leaves, whose tensors have their history."""
         every, spec = flatten(tree)
         leaves, places = distinct(every)
-        return cls(spec, places, tuple(map(_detached, leaves)), tuple(map(_needs_grad, leaves)))
+        return cls(spec, places, tuple(map(_detached, leaves)), tuple(map(_needs_grad, leaves))), leaves
 
     def tree(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree again, with ``leaves`` in the place of its own if given."""
@@ -55,11 +60,8 @@ class Cargo:
     @property
     def grad_bytes(self) -> int:
         """Size in bytes of the gradients of all leaves that want one."""
-        return sum(
-            aligned(leaf.numel() * leaf.element_size())
-            for leaf, wanted in zip(self.leaves, self.needs_grad, strict=True)
-            if wanted
-        )
+        wanted = zip(self.leaves, self.needs_grad, strict=True)
+        return sum([aligned(leaf.numel() * leaf.element_size()) for leaf, is_wanted in wanted if is_wanted])
 
 
 Grads = tuple[torch.Tensor | None, ...]
@@ -88,6 +90,8 @@ _LEAF = pytree.tree_flatten(0)[1]
 
 def distinct(every: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     """Leaves without the repetitions of a tensor, and for each place the number of its leaf."""
+    if len(every) == 1:
+        return (every[0],), (0,)
     leaves: list[Any] = []
     places: list[int] = []
     known: dict[int, int] = {}

@@ -1,37 +1,59 @@
-"""Layout: what a receiver must know of a cargo before it can read it.
+"""Layout: what a receiver must know of a message before it can read it, and where its tensors stand.
 
-A model's layouts repeat, microbatch after microbatch, so their bytes are made and understood once and remembered.
+A model's layouts repeat, microbatch after microbatch, so they are worked out and understood once and remembered.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch.utils._pytree import TreeSpec
 
-from pipeline_engine.run.cargo import Cargo, flatten
+from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned, flatten
 
-Shape = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
+Shape: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...] | None]
 """Dtype, sizes and strides of a tensor; no strides if it is contiguous."""
 
 _REMEMBERED = 4096  # layouts; microbatches that differ in their number of rows have different ones
 _PLAIN, _WITH_CONSTANTS = b"\0", b"\1"
 
 
-@frozen(cache_hash=True)
+@frozen(eq=False)
 class Layout:
-    """Structure, shapes and dtypes of a cargo, and its leaves that are no tensors.
+    """A description, and the places of the tensors that stand behind it.
 
     Attributes:
-        spec: structure of the tree.
-        places: for each place of the tree the number of its leaf.
+        description: in bytes, as it travels.
+        tensors: the shape of each tensor, and its place in bytes from the beginning of the message.
+        total: bytes of the whole message.
+    """
+
+    description: bytes
+    _present: Sequence[Shape]
+    tensors: tuple[tuple[Shape, int], ...] = field(init=False)
+    total: int = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        place, tensors = ALIGNMENT + aligned(len(self.description)), []
+        for shape in self._present:
+            tensors.append((shape, place))
+            place += aligned(shape[1].numel() * shape[0].itemsize)
+        object.__setattr__(self, "tensors", tuple(tensors))
+        object.__setattr__(self, "total", place)
+
+
+@frozen(eq=False)
+class CargoLayout(Layout):
+    """The layout of a cargo: its structure, and its leaves that are no tensors.
+
+    Attributes:
+        spec, places, needs_grad: those of the cargo.
         shapes: for each leaf its shape, or None if it is no tensor.
-        needs_grad: for each leaf whether its gradient is wanted back.
-        random_shapes: of the states of random generators that travel along.
         constants: for each leaf its value, or None if it is a tensor.
     """
 
@@ -39,31 +61,42 @@ class Layout:
     places: tuple[int, ...]
     shapes: tuple[Shape | None, ...]
     needs_grad: tuple[bool, ...]
-    random_shapes: tuple[Shape, ...]
     constants: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, cargo: Cargo) -> Layout:
-        """The layout of a cargo."""
-        return cls(
-            cargo.spec,
-            cargo.places,
-            tuple(shape_of(leaf) for leaf in cargo.leaves),
-            cargo.needs_grad,
-            tuple((state.dtype, state.shape, None) for state in cargo.randomness),
-            tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in cargo.leaves),
-        )
 
-    def to_bytes(self) -> bytes:
-        """What ``from_bytes`` understands."""
-        if any(constant is not None for constant in self.constants):
-            return _WITH_CONSTANTS + _packed(self)  # they may be of any type, also one that cannot be looked up
-        return _PLAIN + _packed_once(self)
+@frozen(eq=False)
+class GradsLayout(Layout):
+    """The layout of gradients; ``shapes`` has None for each that is absent."""
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Layout:
-        """The layout again; constants are fresh objects each time."""
-        return _unpacked(data[1:]) if data[:1] == _WITH_CONSTANTS else _unpacked_once(data[1:])
+    shapes: tuple[Shape | None, ...]
+
+
+def layout_of_cargo(cargo: Cargo) -> CargoLayout:
+    """The layout of a cargo."""
+    shapes = tuple([shape_of(leaf) for leaf in cargo.leaves])
+    random_shapes = tuple([(state.dtype, state.shape, None) for state in cargo.randomness])
+    if None not in shapes:
+        return _without_constants(cargo.spec, cargo.places, shapes, cargo.needs_grad, random_shapes)
+    # Constants may be of any type, also one that cannot be looked up.
+    constants = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in cargo.leaves])
+    return _described(_WITH_CONSTANTS, cargo.spec, cargo.places, shapes, cargo.needs_grad, random_shapes, constants)
+
+
+def layout_of_grads(grads: Grads) -> GradsLayout:
+    """The layout of gradients."""
+    return _of_grads(tuple([shape_of(grad) for grad in grads]))
+
+
+def read_layout(description: bytes) -> CargoLayout:
+    """The layout of a cargo again; constants are fresh objects each time."""
+    return _read(description) if description[:1] == _WITH_CONSTANTS else _read_once(description)
+
+
+@lru_cache(_REMEMBERED)
+def read_grads_layout(description: bytes) -> GradsLayout:
+    """The layout of gradients again."""
+    shapes = pickle.loads(description)
+    return GradsLayout(description, _present(shapes), shapes)
 
 
 def shape_of(leaf: Any) -> Shape | None:
@@ -76,32 +109,53 @@ def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
-def _packed(layout: Layout) -> bytes:
-    return pickle.dumps(
-        (
-            _skeleton(layout),
-            layout.places,
-            layout.shapes,
-            layout.needs_grad,
-            layout.random_shapes,
-            layout.constants,
-        )
-    )
+def _present(shapes: Sequence[Shape | None]) -> tuple[Shape, ...]:
+    return tuple(shape for shape in shapes if shape is not None)
 
 
-def _unpacked(data: bytes) -> Layout:
-    skeleton, *rest = pickle.loads(data)
-    return Layout(skeleton if isinstance(skeleton, TreeSpec) else flatten(skeleton)[1], *rest)
+@lru_cache(_REMEMBERED)
+def _of_grads(shapes: tuple[Shape | None, ...]) -> GradsLayout:
+    return GradsLayout(pickle.dumps(shapes), _present(shapes), shapes)
 
 
-_packed_once = lru_cache(_REMEMBERED)(_packed)
-_unpacked_once = lru_cache(_REMEMBERED)(_unpacked)
+@lru_cache(_REMEMBERED)
+def _without_constants(
+    spec: TreeSpec,
+    places: tuple[int, ...],
+    shapes: tuple[Shape | None, ...],
+    needs_grad: tuple[bool, ...],
+    random_shapes: tuple[Shape, ...],
+) -> CargoLayout:
+    return _described(_PLAIN, spec, places, shapes, needs_grad, random_shapes, (None,) * len(shapes))
 
 
-def _skeleton(layout: Layout) -> Any:
+def _described(
+    kind: bytes,
+    spec: TreeSpec,
+    places: tuple[int, ...],
+    shapes: tuple[Shape | None, ...],
+    needs_grad: tuple[bool, ...],
+    random_shapes: tuple[Shape, ...],
+    constants: tuple[Any, ...],
+) -> CargoLayout:
+    skeleton = _skeleton(spec, places, len(shapes))
+    description = kind + pickle.dumps((skeleton, places, shapes, needs_grad, random_shapes, constants))
+    return CargoLayout(description, (*_present(shapes), *random_shapes), spec, places, shapes, needs_grad, constants)
+
+
+def _read(description: bytes) -> CargoLayout:
+    skeleton, places, shapes, needs_grad, random_shapes, constants = pickle.loads(description[1:])
+    spec = skeleton if isinstance(skeleton, TreeSpec) else flatten(skeleton)[1]
+    return CargoLayout(description, (*_present(shapes), *random_shapes), spec, places, shapes, needs_grad, constants)
+
+
+_read_once = lru_cache(_REMEMBERED)(_read)
+
+
+def _skeleton(spec: TreeSpec, places: tuple[int, ...], num_leaves: int) -> Any:
     """What tells the structure: the tree with numbers for leaves, or its spec if the tree does not take numbers."""
-    cargo = Cargo(layout.spec, layout.places, tuple(range(len(layout.shapes))), layout.needs_grad)
+    cargo = Cargo(spec, places, tuple(range(num_leaves)), (False,) * num_leaves)
     try:
         return cargo.tree()
     except Exception:  # a dataclass that checks its fields may raise anything
-        return layout.spec
+        return spec

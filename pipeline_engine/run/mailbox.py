@@ -116,11 +116,9 @@ class Mailbox:
         """Read the first part of the oldest unread message; see Note [reading in order]."""
         letter = self.traffic.unread[channel][0]
         self.transport.wait(letter.first, deadline=self.deadline)
-        failure = wire.failure_in(letter.first.buffer)
-        if failure is not None:
-            raise failure.as_error()
+        size = wire.second_part_bytes(letter.first.buffer)
         wire.check_place(letter.first.buffer, letter.place)
-        if size := wire.second_part_bytes(letter.first.buffer):
+        if size:
             letter.second = self.transport.receive(continued(channel), size)
         letter.is_read = True
         self.traffic.unread[channel].popleft()

@@ -15,26 +15,26 @@ import ctypes
 import pickle
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from attrs import frozen
 
 from pipeline_engine.errors import TransportError
-from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned
-from pipeline_engine.run.layout import Layout, Shape, shape_of, strides_of
+from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads
+from pipeline_engine.run.layout import Layout, Shape, layout_of_cargo, layout_of_grads, read_grads_layout, read_layout
 from pipeline_engine.run.transports.base import Failure
 
 FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
 
-_PREFIX = struct.Struct("<4sBBBxIQQQQ")
-_PLACE = struct.Struct("<Q")
+_PREFIX = struct.Struct("<4sBBBxIQQQQ20x")
+_PLACE, _PLACE_AT = struct.Struct("<Q"), 44  # in the prefix, but written when it is known
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
 
-assert _PREFIX.size + _PLACE.size <= ALIGNMENT
+assert _PREFIX.size == ALIGNMENT
 
 
 @frozen
@@ -53,15 +53,13 @@ class Stamp:
 
 def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
     """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards."""
-    description = Layout.of(cargo).to_bytes()
     tensors = [leaf for leaf in (*cargo.leaves, *cargo.randomness) if isinstance(leaf, torch.Tensor)]
-    return _parts(_CARGO, stamp, description, tensors, limit)
+    return _parts(_CARGO, stamp, layout_of_cargo(cargo), tensors, limit)
 
 
 def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[torch.Tensor, ...]:
     """The parts of a message with the gradients of a cargo; absent ones cost nothing."""
-    description = pickle.dumps([shape_of(grad) for grad in grads])
-    return _parts(_GRADS, stamp, description, [grad for grad in grads if grad is not None], limit)
+    return _parts(_GRADS, stamp, layout_of_grads(grads), [grad for grad in grads if grad is not None], limit)
 
 
 def encode_failure(failure: Failure) -> torch.Tensor:
@@ -70,18 +68,18 @@ def encode_failure(failure: Failure) -> torch.Tensor:
     description = pickle.dumps(head)
     if ALIGNMENT + len(description) > FIRST_BYTES:  # letters of several bytes each
         description = pickle.dumps(Failure(failure.rank, failure.doing[:200], failure.cause[:200], ""))
-    return _parts(_FAILURE, Stamp(0), description, [], FIRST_BYTES)[0]
+    return _parts(_FAILURE, Stamp(0), Layout(description, ()), [], FIRST_BYTES)[0]
 
 
 def mark_place(parts: Sequence[torch.Tensor], place: int) -> None:
     """Write into each part which message of its channel it is, counted from 0."""
     for part in parts:
-        _write(part, _PREFIX.size, _PLACE.pack(place))
+        _write(part, _PLACE_AT, _PLACE.pack(place))
 
 
 def check_place(part: torch.Tensor, place: int) -> None:
     """Raise TransportError unless it is this message of its channel."""
-    (found,) = _PLACE.unpack(_read(part, _PREFIX.size, _PLACE.size))
+    (found,) = _PLACE.unpack(_read(part, _PLACE_AT, _PLACE.size))
     if found != place:
         raise TransportError(
             f"message {found} of a channel arrived where message {place} was expected: one was lost, or came twice."
@@ -89,16 +87,24 @@ def check_place(part: torch.Tensor, place: int) -> None:
 
 
 def second_part_bytes(first: torch.Tensor) -> int:
-    """Length of the second part that a first part announces; 0 if the first is the whole message."""
+    """Length of the second part that a first part announces; 0 if the first is the whole message.
+
+    Raises:
+        PeerFailedError: it is a notice of failure.
+    """
     prefix = _prefix(first)
+    if prefix.kind == _FAILURE:
+        raise _failure(first, prefix).as_error()
     return prefix.total if prefix.parts == 2 else 0
 
 
 def failure_in(message: torch.Tensor) -> Failure | None:
     """The failure that a message tells of, if it is a notice of failure."""
     prefix = _prefix(message)
-    if prefix.kind != _FAILURE:
-        return None
+    return _failure(message, prefix) if prefix.kind == _FAILURE else None
+
+
+def _failure(message: torch.Tensor, prefix: _Prefix) -> Failure:
     failure = pickle.loads(_read(message, ALIGNMENT, prefix.length))
     assert isinstance(failure, Failure)
     return failure
@@ -110,35 +116,34 @@ def decode_cargo(message: torch.Tensor, stamp: Stamp) -> Cargo:
     Raises:
         TransportError: the message is not the one that was expected, or lies about its size.
     """
-    layout = Layout.from_bytes(_description(message, _CARGO, stamp))
-    tensors = _tensors(message, (*layout.shapes, *layout.random_shapes))
-    leaves = tuple(
+    layout = read_layout(_description(message, _CARGO, stamp))
+    tensors = iter(_tensors(message, layout))
+    leaves = [
         next(tensors) if shape else constant for shape, constant in zip(layout.shapes, layout.constants, strict=True)
-    )
-    return Cargo(layout.spec, layout.places, leaves, layout.needs_grad, tuple(tensors))
+    ]
+    return Cargo(layout.spec, layout.places, tuple(leaves), layout.needs_grad, tuple(tensors))
 
 
 def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
     """Gradients whose tensors live in the received bytes."""
-    shapes = pickle.loads(_description(message, _GRADS, stamp))
-    tensors = _tensors(message, shapes)
-    return tuple(next(tensors) if shape else None for shape in shapes)
+    layout = read_grads_layout(_description(message, _GRADS, stamp))
+    tensors = iter(_tensors(message, layout))
+    return tuple([next(tensors) if shape else None for shape in layout.shapes])
 
 
 def _parts(
-    kind: int, stamp: Stamp, description: bytes, tensors: list[torch.Tensor], limit: int
+    kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int
 ) -> tuple[torch.Tensor, ...]:
-    body = ALIGNMENT + aligned(len(description))
-    total = body + sum(aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
-    message = torch.empty(total, dtype=torch.uint8)
-    _write(message, ALIGNMENT, description)
-    for tensor in tensors:
-        _place(message, body, tensor.dtype, tensor.shape, strides_of(tensor)).copy_(tensor)
-        body += aligned(tensor.numel() * tensor.element_size())
-    checksum = _checksum(message, total) if stamp.verify else 0
-    rest = (checksum, stamp.call, stamp.microbatch, len(description), total)
-    _write(message, 0, _PREFIX.pack(_MAGIC, kind, 1, stamp.verify, *rest))
-    if total <= limit:
+    message = torch.empty(layout.total, dtype=torch.uint8)
+    for (shape, place), tensor in zip(layout.tensors, tensors, strict=True):
+        _place(message, place, shape).copy_(tensor)
+    description, checksum = layout.description, 0
+    if stamp.verify:
+        _write(message, ALIGNMENT, description)
+        checksum = _checksum(message, layout.total)
+    rest = (checksum, stamp.call, stamp.microbatch, len(description), layout.total)
+    _write(message, 0, _PREFIX.pack(_MAGIC, kind, 1, stamp.verify, *rest) + description)
+    if layout.total <= limit:
         return (message,)
     announcement = torch.empty(ALIGNMENT, dtype=torch.uint8)
     _write(announcement, 0, _PREFIX.pack(_MAGIC, kind, 2, stamp.verify, *rest))
@@ -160,14 +165,11 @@ def _read(buffer: torch.Tensor, offset: int, length: int) -> bytes:
     return ctypes.string_at(buffer.data_ptr() + offset, length)
 
 
-def _place(
-    buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...] | None
-) -> torch.Tensor:
-    """A tensor in the memory of ``buffer`` that is no view to autograd, so that it may be changed in place."""
+def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
+    """A tensor in the memory of ``message`` that is no view to autograd, so that it may be changed in place."""
+    dtype, sizes, strides = shape
     tensor = torch.empty(0, dtype=dtype)
-    if offset + shape.numel() * dtype.itemsize > buffer.numel():
-        raise TransportError(f"a message of {buffer.numel()} bytes announces {dtype} {list(shape)} at {offset}.")
-    return tensor.set_(buffer.untyped_storage(), offset // dtype.itemsize, shape, strides or ())
+    return tensor.set_(message.untyped_storage(), place // dtype.itemsize, sizes, strides or ())
 
 
 class _Prefix(NamedTuple):
@@ -205,10 +207,10 @@ def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> bytes:
     return _read(message, ALIGNMENT, prefix.length)
 
 
-def _tensors(message: torch.Tensor, shapes: Sequence[Shape | None]) -> Iterator[torch.Tensor]:
-    offset = ALIGNMENT + aligned(_prefix(message).length)
-    for shape in shapes:
-        if shape is not None:
-            tensor = _place(message, offset, *shape)
-            yield tensor
-            offset += aligned(tensor.numel() * tensor.element_size())
+def _tensors(message: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    if layout.total > message.numel():
+        raise TransportError(
+            f"a message of {message.numel()} bytes announces tensors of {layout.total} bytes in all: "
+            + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _ in layout.tensors)
+        )
+    return [_place(message, place, shape) for shape, place in layout.tensors]
