@@ -31,11 +31,18 @@ def reads(value: Value, rank: int, graph: StageGraph, *, hand_out: bool = True) 
     """
     match value:
         case Activation(stage, _) | InputGrad(stage, _):
-            return _reads_of_staged(type(value)(stage, 0), rank, graph)
+            return _reads_of_staged(isinstance(value, Activation), stage, rank, graph)
         case Output():
             return 1 + (_passed_on(rank, graph) if hand_out else 0)
         case OutputGrad():
             return 1
+
+
+@lru_cache(maxsize=4096)
+def outlives_its_sends(stage: int, graph: StageGraph) -> bool:
+    """Whether the output of ``stage`` is read on its own rank by others than sends: by stages there, or the caller."""
+    here = (graph.rank_of[after] == graph.rank_of[stage] for after in graph.after(stage))
+    return stage == graph.last_stage or any(here)
 
 
 def read_by(action: Action, graph: StageGraph) -> tuple[Value, ...]:
@@ -50,12 +57,12 @@ def read_by(action: Action, graph: StageGraph) -> tuple[Value, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _reads_of_staged(value: Activation | InputGrad, rank: int, graph: StageGraph) -> int:
+def _reads_of_staged(is_activation: bool, stage: int, rank: int, graph: StageGraph) -> int:
     """The same for every microbatch, and asked for each value that is kept."""
-    is_activation = isinstance(value, Activation)
-    takers = graph.after(value.stage) if is_activation else graph.before(value.stage)
-    here = sum(graph.rank_of[stage] == rank for stage in takers)
-    published = is_activation and value.stage == graph.last_stage
+    value = Activation(stage, 0) if is_activation else InputGrad(stage, 0)
+    takers = graph.after(stage) if is_activation else graph.before(stage)
+    here = sum(graph.rank_of[taker] == rank for taker in takers)
+    published = is_activation and stage == graph.last_stage
     sends = len(takers_of(value, graph)) if maker_of(value, graph) == rank else 0
     return here + published + sends
 

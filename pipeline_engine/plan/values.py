@@ -83,7 +83,7 @@ def parse_value(text: str) -> Value:
     return (Output if whole == "y" else OutputGrad)(int(index))
 
 
-@frozen(order=True)
+@frozen(order=True, cache_hash=True)
 class Channel:
     """Ordered messages in one direction between two ranks, for one edge of the stage graph.
 

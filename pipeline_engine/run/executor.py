@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from itertools import islice
 from typing import Any, assert_never, cast
 
@@ -28,11 +29,10 @@ from pipeline_engine.plan.actions import (
     WaitRecv,
     WaitSend,
     Yield,
-    sized_by,
     suppliers_of,
 )
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.lifetimes import reads
+from pipeline_engine.plan.lifetimes import outlives_its_sends, reads
 from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo, Grads
@@ -44,6 +44,10 @@ from pipeline_engine.run.randomness import RandomState, alone, carried, state_of
 from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 from pipeline_engine.run.tracing import Recording
+
+# In a steady loop the same names come again with every call.
+_activation, _input_grad = lru_cache(4096)(Activation), lru_cache(4096)(InputGrad)
+_output, _output_grad = lru_cache(4096)(Output), lru_cache(4096)(OutputGrad)
 
 
 @define(eq=False)
@@ -96,7 +100,7 @@ class Executor:
     _ran: dict[tuple[int, int], Ran] = field(init=False, factory=dict)
     _weight_parts: dict[tuple[int, int], WeightPart] = field(init=False, factory=dict)
     _random_states: dict[tuple[int, int], RandomState] = field(init=False, factory=dict)  # of those not yet yielded
-    _sizes: dict[Value, tuple[int, int]] = field(init=False, factory=dict)  # number of leaves, gradient bytes
+    _sizes: dict[tuple[int, int], tuple[int, int]] = field(init=False, factory=dict)  # leaves, gradient bytes
 
     def perform(self, program: Program) -> None:
         """Perform actions in order.  If one raises, every rank that waits for one of the rest is told."""
@@ -127,25 +131,24 @@ class Executor:
             case BackwardWeight(stage, microbatch):
                 self._backward_weight(stage, microbatch)
             case Publish(microbatch):
-                self._keep(Output(microbatch), self._read(Activation(self.graph.last_stage, microbatch)))
+                self._keep(_output(microbatch), self._read(_activation(self.graph.last_stage, microbatch)))
             case Yield(microbatch):
                 self._yield(microbatch)
             case Send(value, to_rank):
-                room = self._first_bytes(value, to_rank)
-                self.mailbox.send(value, to_rank, self._encoded(value, to_rank), room=room)
+                self._send(value, to_rank)
             case WaitSend(value, to_rank):
                 self.mailbox.wait_send(value, to_rank)
             case PostRecv(value, from_rank):
                 self.mailbox.post(value, from_rank, self._first_bytes(value, self.rank))
             case WaitRecv(value, from_rank):
-                self._keep(value, self._decoded(value, self.mailbox.take(value, from_rank)))
+                self._receive(value, from_rank)
             case _:
                 assert_never(action)
 
     def give(self, microbatch: int, grads: Grads) -> None:
         """Keep the caller's gradient of an output, if a stage of this rank needs it."""
         if self.rank == self.graph.rank_of[self.graph.last_stage]:
-            self._keep(OutputGrad(microbatch), grads)
+            self._keep(_output_grad(microbatch), grads)
 
     def discard(self, microbatches: Iterable[int]) -> None:
         """Free what is kept of microbatches that were dropped."""
@@ -177,21 +180,22 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         given = self.microbatches[microbatch]
-        received = [self._received(Activation(before, microbatch)) for before in self.graph.before(stage)]
+        received = [self._received(_activation(before, microbatch)) for before in self.graph.before(stage)]
         inputs = given.inputs if stage == 0 else ()
         with self._randomness(stage, microbatch, received) as state_after:
             cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
-            cargo = evolve(self._safe(cargo, stage), randomness=state_after())
+            cargo = self._safe(cargo, stage)
+            if states := state_after():
+                cargo = evolve(cargo, randomness=states)
         if ran is not None:
             self._ran[stage, microbatch] = ran
-        self._keep(Activation(stage, microbatch), cargo)
+        self._keep(_activation(stage, microbatch), cargo)
         if not self.hands_out:
             self.microbatches.release(microbatch)
 
     def _safe(self, cargo: Cargo, stage: int) -> Cargo:
         """An output that its stage's next microbatch may overwrite; what is sent is copied in time anyway."""
-        waits_here = any(self.graph.rank_of[after] == self.rank for after in self.graph.after(stage))
-        return cargo.copied() if waits_here or stage == self.graph.last_stage else cargo
+        return cargo.copied() if outlives_its_sends(stage, self.graph) else cargo
 
     def _received(self, value: Value) -> Cargo:
         """What a stage may use up: if others read it too, a copy."""
@@ -204,7 +208,7 @@ class Executor:
             self.microbatches.release(microbatch)
             for stage in self.stages:
                 self._random_states.pop((stage, microbatch), None)
-        self.on_yield(microbatch, self._read(Output(microbatch)))
+        self.on_yield(microbatch, self._read(_output(microbatch)))
 
     def _randomness(
         self, stage: int, microbatch: int, received: list[Cargo]
@@ -213,7 +217,8 @@ class Executor:
         if self.seed is not None:
             before = received[0].randomness if received else state_of(self.seed, microbatch)
             return carried(before)
-        return _same_again(self._earlier_state(stage, microbatch))
+        state = self._earlier_state(stage, microbatch)
+        return _AS_THEY_COME if state is None else _same_again(state)
 
     def _earlier_state(self, stage: int, microbatch: int) -> RandomState | None:
         """The first forward draws as it comes; if it is run again, it draws the same numbers."""
@@ -254,21 +259,19 @@ class Executor:
 
     def _keep_input_grads(self, stage: int, microbatch: int, per_argument: tuple[Grads, ...]) -> None:
         before = self.graph.before(stage)
-        self._keep(InputGrad(stage, microbatch), dict(zip(before, per_argument, strict=True)))
+        self._keep(_input_grad(stage, microbatch), dict(zip(before, per_argument, strict=True)))
 
     def _output_grads(self, stage: int, microbatch: int) -> Grads:
         """The gradients of what a stage returned, added up from its highest consumer down."""
         if stage == self.graph.last_stage:
-            return cast(Grads, self._read(OutputGrad(microbatch)))
+            return cast(Grads, self._read(_output_grad(microbatch)))
         after = sorted(self.graph.after(stage), reverse=True)
-        first, *others = [self._read(InputGrad(consumer, microbatch))[stage] for consumer in after]
+        first, *others = [self._read(_input_grad(consumer, microbatch))[stage] for consumer in after]
         for other in others:
             first = tuple(_added(left, right) for left, right in zip(first, other, strict=True))
         return cast(Grads, first)
 
     def _keep(self, value: Value, content: Any) -> None:
-        if isinstance(value, Activation):
-            self._sizes[value] = (len(content.leaves), content.grad_bytes)
         if count := reads(value, self.rank, self.graph, hand_out=self.hands_out):
             self._values[value] = (content, count)
 
@@ -278,30 +281,42 @@ class Executor:
             self._values[value] = (content, count - 1)
         return content
 
-    def _encoded(self, value: Value, to_rank: int) -> tuple[torch.Tensor, ...]:
-        content = self._read(value)
-        if not isinstance(value, InputGrad):
-            return wire.encode_cargo(content, self._stamp(value))
-        grads = tuple(grad for before in suppliers_of(value, to_rank, self.graph) for grad in content[before])
-        return wire.encode_grads(grads, self._stamp(value), limit=self._first_bytes(value, to_rank))
+    def _send(self, value: Value, to_rank: int) -> None:
+        content, room = self._read(value), self._first_bytes(value, to_rank)
+        if isinstance(value, InputGrad):
+            grads = [grad for before in suppliers_of(value, to_rank, self.graph) for grad in content[before]]
+            parts = wire.encode_grads(tuple(grads), self._stamp(value), limit=room)
+        else:
+            parts = wire.encode_cargo(content, self._stamp(value))
+        self.mailbox.send(value, to_rank, parts, room=room)
+        self._note_size(value, content)
 
-    def _decoded(self, value: Value, message: torch.Tensor) -> Any:
+    def _receive(self, value: Value, from_rank: int) -> None:
+        message = self.mailbox.take(value, from_rank)
         if not isinstance(value, InputGrad):
-            return wire.decode_cargo(message, self._stamp(value))
+            cargo = wire.decode_cargo(message, self._stamp(value))
+            self._note_size(value, cargo)
+            self._keep(value, cargo)
+            return
         grads = iter(wire.decode_grads(message, self._stamp(value)))
         suppliers = suppliers_of(value, self.rank, self.graph)
-        return {
-            before: tuple(islice(grads, self._sizes[Activation(before, value.microbatch)][0])) for before in suppliers
-        }
+        sizes = [self._sizes[before, value.microbatch][0] for before in suppliers]
+        self._keep(value, {before: tuple(islice(grads, size)) for before, size in zip(suppliers, sizes, strict=True)})
 
     def _stamp(self, value: Value) -> wire.Stamp:
         return wire.Stamp(value.microbatch, self.call, self.verify)
+
+    def _note_size(self, value: Value, content: Any) -> None:
+        """Both ends of an activation learn how large the gradient that comes back will be."""
+        if isinstance(value, Activation):
+            self._sizes[value.stage, value.microbatch] = (len(content.leaves), content.grad_bytes)
 
     def _first_bytes(self, value: Value, receiver: int) -> int:
         """What both ends know of a message: the gradients of a value are as large as the value."""
         if not isinstance(value, InputGrad):
             return wire.FIRST_BYTES
-        return wire.FIRST_BYTES + sum(self._sizes[known][1] for known in sized_by(value, receiver, self.graph))
+        suppliers = suppliers_of(value, receiver, self.graph)
+        return wire.FIRST_BYTES + sum([self._sizes[before, value.microbatch][1] for before in suppliers])
 
     def _tell(self, error: BaseException, rest: Program) -> None:
         """Tell every rank of an exception, those first that wait for a message from here."""
@@ -316,9 +331,12 @@ class Executor:
         self.mailbox.notify(failure, owed, self.channels)
 
 
+_AS_THEY_COME: AbstractContextManager[Callable[[], tuple[torch.Tensor, ...]]] = nullcontext(tuple)
+
+
 @contextmanager
-def _same_again(state: RandomState | None) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
-    with nullcontext() if state is None else state.replayed():
+def _same_again(state: RandomState) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
+    with state.replayed():
         yield tuple
 
 

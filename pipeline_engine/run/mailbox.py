@@ -74,13 +74,13 @@ class Mailbox:
     def send(self, value: Value, target: int, parts: Sequence[torch.Tensor], *, room: int = wire.FIRST_BYTES) -> None:
         """Start sending the parts of a message, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
-        self.sent_bytes[channel] += sum(part.numel() for part in parts)
         wire.mark_place(parts, self.traffic.sent[channel])
         self.traffic.sent[channel] += 1
         first, *second = parts
         handles = [self.transport.send(channel, first, room=room)]
         handles += [self.transport.send(continued(channel), part) for part in second]
         self._sends[value, target] = handles
+        self.sent_bytes[channel] += sum([part.numel() for part in parts])
 
     def wait_send(self, value: Value, target: int) -> None:
         """Wait until every part has left."""

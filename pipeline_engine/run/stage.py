@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import define, frozen
 
-from pipeline_engine.run.cargo import Cargo, Grads, distinct, flatten
+from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
@@ -139,5 +139,5 @@ def run_forward(
     """
     arguments = tuple(receive(cargo, differentiate=keep) for cargo in received)
     returned = stage(*(argument.tree for argument in arguments), *inputs, **shared)
-    cargo = Cargo.of(returned)
-    return cargo, Ran(arguments, distinct(flatten(returned)[0])[0]) if keep else None
+    cargo, outputs = Cargo.with_leaves(returned)
+    return cargo, Ran(arguments, outputs) if keep else None
