@@ -62,12 +62,14 @@ class Direct:
     _unread: dict[int, bytearray] = field(init=False, factory=lambda: defaultdict(bytearray))
     _arrived: dict[tuple[int, int, int], _Arrivals] = field(init=False, factory=lambda: defaultdict(_Arrivals))
     _bell: tuple[socket.socket, socket.socket] = field(init=False, factory=socket.socketpair)
+    _polls: dict[int, select.poll] = field(init=False)
     _is_reading: bool = field(init=False, default=False)
 
     def __attrs_post_init__(self) -> None:
         for each in (*(wire.socket for wire in self._wires.values()), *self._bell):
             each.setblocking(False)
         self._backlogs = {peer: _Backlog(wire.socket) for peer, wire in self._wires.items()}
+        self._polls = {peer: _poll_of(wire.socket, self._bell[0]) for peer, wire in self._wires.items()}
 
     def send(self, peer: int, epoch: int, number: int, message: torch.Tensor) -> int:
         """Send a message of channel ``number``; its place among all that was sent to ``peer``."""
@@ -79,20 +81,20 @@ class Direct:
 
     def take(
         self, peer: int, epoch: int, number: int, place: int, *, over: Callable[[], bool], deadline: float
-    ) -> bytes | None:
+    ) -> bytearray | None:
         """Message ``place`` of a channel; None if ``over`` came first or the deadline, in seconds, has passed.
 
         Raises:
             ConnectionError: the peer is gone.
         """
-        arrived = self._arrived[peer, epoch, number]
-        until = monotonic() + deadline
-        while place not in arrived.messages:
+        messages = self._arrived[peer, epoch, number].messages
+        until = monotonic() + deadline if place not in messages else 0.0
+        while place not in messages:
             left = until - monotonic()
             if over() or left <= 0:
                 return None
             self._read(peer, left)
-        return arrived.messages.pop(place)
+        return messages.pop(place)
 
     def wake(self) -> None:
         """Have a ``take`` in another thread look at its ``over``."""
@@ -117,18 +119,14 @@ class Direct:
 
     def _read(self, peer: int, seconds: float) -> None:
         """Block until something has come from ``peer`` or the bell has rung, and take it in."""
-        source = self._wires[peer].socket
-        poll = select.poll()
-        poll.register(source, select.POLLIN)
-        poll.register(self._bell[0], select.POLLIN)
-        for descriptor, _ in poll.poll(min(seconds, 1e6) * 1000):
+        for descriptor, _ in self._polls[peer].poll(min(seconds, 1e6) * 1000):
             if descriptor == self._bell[0].fileno():
                 self._bell[0].recv(_CHUNK)
             elif self._is_reading:
                 raise ConnectionError(f"what rank {peer} sent was torn by Ctrl-C")
             else:
                 self._is_reading = True  # and so it stays if Ctrl-C comes before it is set back
-                news = source.recv(_CHUNK)
+                news = self._wires[peer].socket.recv(_CHUNK)
                 self._unread[peer] += news
                 self._sort(peer)
                 self._is_reading = False
@@ -143,7 +141,7 @@ class Direct:
             end = start + _FRAME.size + length
             if len(unread) < end:
                 break
-            self._arrived[peer, epoch, number].add(bytes(unread[start + _FRAME.size : end]))
+            self._arrived[peer, epoch, number].add(unread[start + _FRAME.size : end])
             start = end
         del unread[:start]
 
@@ -153,9 +151,9 @@ class _Arrivals:
     """What has come on one channel in one epoch and was not taken yet, by its place in the order."""
 
     count: int = 0
-    messages: dict[int, bytes] = Factory(dict)
+    messages: dict[int, bytearray] = Factory(dict)
 
-    def add(self, message: bytes) -> None:
+    def add(self, message: bytearray) -> None:
         self.messages[self.count] = message
         self.count += 1
 
@@ -223,6 +221,13 @@ class _Backlog:
             self._waiting.popleft()
             self._written += 1
             self._changed.notify_all()
+
+
+def _poll_of(*sources: socket.socket) -> select.poll:
+    poll = select.poll()
+    for source in sources:
+        poll.register(source, select.POLLIN)
+    return poll
 
 
 def bytes_of(message: torch.Tensor) -> bytes:

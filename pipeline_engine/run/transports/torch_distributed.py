@@ -100,8 +100,8 @@ class TorchTransport(Transport):
         end = self._end(channel, sending=True)
         if (message.numel() if room is None else room) > SMALL:
             return self._post(Posted(channel, message, end))
-        place = self._direct.send(end.peer, self._watchdog.epoch, end.number, message)
-        return Letter(channel, message, end, self._watchdog.epoch, place)
+        epoch = self._watchdog.epoch
+        return Letter(channel, message, end, epoch, self._direct.send(end.peer, epoch, end.number, message))
 
     def receive(self, channel: Channel, room: int) -> Handle:
         end = self._end(channel, sending=False)
@@ -137,34 +137,39 @@ class TorchTransport(Transport):
             self._waiting_for = None
 
     def _wait_for_letter(self, letter: Letter, deadline: float) -> None:
-        self._look_ahead()
         self._raise_failure()
         if letter.epoch != self._watchdog.epoch:
             raise TransportError(
                 f"a message on channel {letter.channel} was not moved: it was posted before the last settle."
             )
-        if not self._has_moved(letter, lambda: self.failure() is not None, deadline):
+        if not (self._has_left(letter, deadline) if letter.end.sending else self._has_come(letter, deadline)):
             self._raise_failure()
             raise DeadlineError(
                 f"nothing moved on channel {letter.channel} within {deadline} seconds; "
                 f"waiting for rank {letter.end.peer}."
             )
-        self._raise_failure()
 
-    def _has_moved(self, letter: Letter, over: Callable[[], bool], deadline: float) -> bool:
-        """Block until a small message has moved, or ``over``, or the deadline; whether it has."""
-        peer, number = letter.end.peer, letter.end.number
-        if letter.end.sending:
-            return self._direct.wait_sent(peer, letter.place, over=over, deadline=deadline)
+    def _has_left(self, letter: Letter, deadline: float) -> bool:
+        """Block until a small message is on its way, or a failure, or the deadline; whether it is."""
+        return self._direct.wait_sent(letter.end.peer, letter.place, over=self._has_failed, deadline=deadline)
+
+    def _has_come(self, letter: Letter, deadline: float) -> bool:
+        """Block until a small message is here, or a failure, or the deadline; whether it is."""
         if letter.buffer.numel():
             return True
+        self._look_ahead()
+        peer, number = letter.end.peer, letter.end.number
         try:
-            news = self._direct.take(peer, letter.epoch, number, letter.place, over=over, deadline=deadline)
+            news = self._direct.take(peer, letter.epoch, number, letter.place, over=self._has_failed, deadline=deadline)
         except ConnectionError:
             self._explain(peer, RuntimeError(f"the connection that carries channel {letter.channel} is lost"))
-        if news is not None:
-            letter.buffer = torch.frombuffer(bytearray(news), dtype=torch.uint8)
-        return news is not None
+        if news is None:
+            return False
+        letter.buffer = torch.frombuffer(news, dtype=torch.uint8)
+        return True
+
+    def _has_failed(self) -> bool:
+        return self._watchdog.failure() is not None
 
     def _wait_in_gloo(self, handle: Posted, deadline: float) -> None:
         start = monotonic()
@@ -260,8 +265,9 @@ class TorchTransport(Transport):
         return self._watchdog.failure()
 
     def _raise_failure(self, cause: BaseException | None = None) -> None:
-        self._check_not_closed()
-        if (failure := self.failure()) is not None:
+        if self._closed:
+            self._check_not_closed()
+        if (failure := self._watchdog.failure()) is not None:
             raise failure.as_error() from cause
 
     def _check_not_closed(self) -> None:
