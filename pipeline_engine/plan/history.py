@@ -19,8 +19,9 @@ MAX_MOMENTS = 10_000
 
 @define(eq=False)
 class Moment:
-    """A point in a history: the actions that led to it, and the moments that are known to follow, by event."""
+    """A point in a history: the event and the actions that led to it, and the moments that are known to follow."""
 
+    words: str = ""
     program: Program = ()
     after: dict[Hashable, Moment] = field(factory=dict)
 
@@ -39,10 +40,11 @@ class Memory:
             self._count = 0
         return self._beginnings.setdefault(key, Moment())
 
-    def remember(self, moment: Moment, event: Hashable, program: Program) -> Moment:
+    def remember(self, moment: Moment, event: tuple[str, tuple[Hashable, ...]], program: Program) -> Moment:
         """Add what follows a moment."""
         self._count += 1
-        moment.after[event] = Moment(program)
+        name, arguments = event
+        moment.after[event] = Moment(" ".join(map(str, (name, *arguments))), program)
         return moment.after[event]
 
 

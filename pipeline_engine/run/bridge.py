@@ -338,7 +338,7 @@ class Pipeline:
             moment=self._memory.beginning((source.count, forward_only, hand_out, grows)),
         )
         places = order or range(source.count)
-        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._guarded)
+        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._fail)
         executor.on_yield = call.hand
         self._count += 1
         self._calls.append(call)
@@ -417,21 +417,25 @@ class Pipeline:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """After an error no call can go on; every rank is told, unless all have found the same."""
+        """Take note of what is raised in the body."""
         try:
             yield
         except BaseException as error:
-            if isinstance(error, DeadlineError):
-                report(error, self._transport)
-            if not isinstance(error, UsageError) or not self._doing.calls:  # while it is built each finds its own
-                self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
-            self._transport.has_raised = True
-            self._why_failed = self._why_failed or f"{_named(error)}{error}"
-            self._doing.meeting = ""
-            for call in self._calls:
-                call.abandon(f"the pipeline failed with {type(error).__name__}")
-            self._calls.clear()
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """After an error no call can go on; every rank is told, unless all have found the same."""
+        if isinstance(error, DeadlineError):
+            report(error, self._transport)
+        if not isinstance(error, UsageError) or not self._doing.calls:  # while it is built each finds its own
+            self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
+        self._transport.has_raised = True
+        self._why_failed = self._why_failed or f"{_named(error)}{error}"
+        self._doing.meeting = ""
+        for call in self._calls:
+            call.abandon(f"the pipeline failed with {type(error).__name__}")
+        self._calls.clear()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Call:
         order: for each place in the schedule the caller's number of the microbatch that stands there; what is called
             a microbatch in here is a place.
         gatekeeper: where the caller's gradients come in.
-        guard: a context that takes note of errors for the whole pipeline.
+        fail: takes note of an error for the whole pipeline.
 
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
@@ -48,13 +48,14 @@ class Call:
     modes: Modes
     order: Sequence[int]
     gatekeeper: Gatekeeper
-    guard: Callable[[], AbstractContextManager[None]]
+    fail: Callable[[BaseException], None]
     is_running: bool = field(init=False, default=False)
     given: set[int] = field(init=False, factory=set)
     gates: dict[int, weakref.ref[torch.Tensor]] = field(init=False, factory=dict)
     marks: bytearray = field(init=False, factory=bytearray)
-    _deeds: list[tuple[object, ...]] = field(init=False, factory=list)
-    _handed: Cargo | None = field(init=False, default=None)
+    _mark: int = field(init=False, default=0)
+    _last: str = field(init=False, default="nothing")
+    _handed: Any = field(init=False, default=None)
     _why_left: str = field(init=False, default="")
     _why_ended: str = field(init=False, default="")
     _why_dropped: dict[int, str] = field(init=False, factory=dict)
@@ -67,8 +68,7 @@ class Call:
     @property
     def summary(self) -> str:
         """What the caller has done in this call, to be compared with the other ranks'."""
-        last = " ".join(str(word) for word in self._deeds[-1]) if self._deeds else "nothing"
-        return f"{self.entry}: {len(self._deeds)} events, the last: {last} ({self.marks[-4:].hex()})"
+        return f"{self.entry}: {len(self.marks) // 4} events, the last: {self._last} ({self._mark:08x})"
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
@@ -76,13 +76,13 @@ class Call:
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self._play("ask", microbatch)
-        cargo, self._handed = self._handed, None
-        assert cargo is not None
-        return self.modes.run(lambda: self._gated(cargo, microbatch))
+        handed, self._handed = self._handed, None
+        return handed
 
-    def hand(self, _: int, cargo: Cargo) -> None:
+    def hand(self, microbatch: int, cargo: Cargo) -> None:
         """The executor has reached a yield."""
-        self._handed = cargo
+        differentiates = self.modes.differentiates
+        self._handed = self.gatekeeper.gated(cargo, self, microbatch) if differentiates else cargo.tree()
 
     def give(self, grads: dict[int, Grads], *, retain: bool) -> None:
         """The caller's backward call has ended: run the backwards that it allows.
@@ -95,7 +95,8 @@ class Call:
         first = tuple(sorted(grads.keys() - self.given))
         if again:
             self._play("hurry", again)  # each backward has the gradients of its own call
-        self._note("retain", retain)
+        if retain:
+            self._note("retain")
         self._retain(grads.keys(), retain)
         for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
@@ -211,21 +212,20 @@ class Call:
         if self.executor.last_backward is not None:
             self.executor.last_backward.drop(microbatches)
 
-    def _gated(self, cargo: Cargo, microbatch: int) -> Any:
-        if not self.modes.differentiates:
-            return cargo.tree()
-        return self.gatekeeper.gated(cargo, self, microbatch)
-
     def _play(self, event: str, *arguments: Any) -> None:
         """Play an event on all programs, and perform what it adds to this rank's."""
-        self._note(event, *arguments)
-        with self.guard():
+        try:
             program = self.history.play(event, *arguments)
-            self.modes.run(lambda: self.executor.perform(program))
+            self._note(self.history.moment.words)
+            self.modes.run(partial(self.executor.perform, program))
+        except BaseException as error:
+            self.fail(error)
+            raise
 
-    def _note(self, *deed: object) -> None:
-        self._deeds.append(deed)
-        self.marks += zlib.crc32(repr(deed).encode(), int.from_bytes(self.marks[-4:])).to_bytes(4)
+    def _note(self, deed: str) -> None:
+        self._last = deed
+        self._mark = zlib.crc32(deed.encode(), self._mark)
+        self.marks += self._mark.to_bytes(4)
 
     def _check_may_go_on(self) -> None:
         if why := self._why_ended or self._why_left:

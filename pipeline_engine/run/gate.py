@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 
 from pipeline_engine.errors import UsageError
 from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.stage import ANCHOR
 
 
 class Giving(Protocol):
@@ -51,18 +52,17 @@ class Gatekeeper:
         if not any(cargo.needs_grad):
             return cargo.tree()
         wanted = [leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True) if needs_grad]
-        anchor, marker = torch.zeros((), requires_grad=True), torch.empty(0)
+        marker = torch.empty(0)
         call.gates[microbatch] = weakref.ref(marker)
-        places = [place for place, needs_grad in enumerate(cargo.needs_grad) if needs_grad]
-        count = len(cargo.leaves)  # the gate must not hold its own outputs
+        gives = cargo.needs_grad  # and no more of the cargo: the gate must not hold its own outputs
 
         def record(*grads: torch.Tensor | None) -> None:
-            by_place = dict(zip(places, grads, strict=True))
-            every = tuple(by_place.get(place) for place in range(count))
+            given = iter(grads)
+            every = tuple([next(given) if needs_grad else None for needs_grad in gives])
             retain = torch._C._autograd._get_current_graph_task_keep_graph()
             self._record(_Record(call, microbatch, every, retain))
 
-        gated = iter(_Gate.apply(anchor, record, wanted, marker))  # type: ignore[no-untyped-call]
+        gated = iter(_Gate.apply(ANCHOR, record, wanted, marker))  # type: ignore[no-untyped-call]
         leaves = [
             next(gated) if needs_grad else leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True)
         ]

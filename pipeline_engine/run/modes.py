@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 R = TypeVar("R")
 
@@ -38,7 +38,7 @@ class Modes:
 
     def renewed(self) -> Modes:
         """What the calling thread is set to now, but for whether autograd records, which holds for a whole call."""
-        return evolve(Modes.of_caller(), grad=self.grad, inference=self.inference)
+        return Modes(self.grad, self.inference, _autocast_now(), torch.get_default_dtype(), contextvars.copy_context())
 
     @property
     def differentiates(self) -> bool:
@@ -51,6 +51,8 @@ class Modes:
 
     def _run(self, function: Callable[[], R]) -> R:
         if self._all_but_grad_are_set():
+            if torch.is_grad_enabled() == self.grad:
+                return function()
             with torch.set_grad_enabled(self.grad):
                 return function()
         with ExitStack() as stack:
@@ -74,7 +76,7 @@ class Modes:
 
 def _autocast_now() -> tuple[tuple[str, bool, torch.dtype], ...]:
     return tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES
+        [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES]
     )
 
 

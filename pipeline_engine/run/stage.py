@@ -13,6 +13,10 @@ from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input
 
 StageFunction = Callable[..., Any]
 
+with torch.inference_mode(False):
+    ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
+"""The leaf behind every history that the engine gives a tensor; no gradient ever gets to it."""
+
 
 @define(eq=False)
 class Tap:
@@ -64,12 +68,11 @@ def receive(cargo: Cargo, *, differentiate: bool) -> Argument:
     taps = tuple(Tap() for _ in cargo.leaves)
     if not differentiate or not any(cargo.needs_grad):
         return Argument(cargo.tree(), taps, ())
-    anchor = torch.zeros((), requires_grad=True)
     leaves = [
-        _Received.apply(anchor, tap, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
+        _Received.apply(ANCHOR, tap, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
         for leaf, wanted, tap in zip(cargo.leaves, cargo.needs_grad, taps, strict=True)
     ]
-    return Argument(cargo.tree(leaves), taps, (anchor,))
+    return Argument(cargo.tree(leaves), taps, (ANCHOR,))
 
 
 @frozen(eq=False)
