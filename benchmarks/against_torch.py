@@ -1,7 +1,8 @@
 """A real transformer under this engine and under torch.distributed.pipelining: ``python -m benchmarks.against_torch``.
 
 Two ranks on two cores, one thread each, the same weights, the same microbatches, the same schedule.  Drivers take
-turns.  Before anything is timed, the gradients of every driver are compared with those of one process.
+turns.  Before anything is timed, the gradients of every driver are compared with those of one process.  Beside them
+each rank runs its stages alone, without any pipeline: what no engine can win back.
 
 The page is against_torch.md.
 """
@@ -9,7 +10,6 @@ The page is against_torch.md.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,22 +21,26 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
-from benchmarks.record import environment
+from benchmarks.record import Record
+from benchmarks.steps import graph_for
+from benchmarks.tables import markdown, ratios
 from benchmarks.torch_peer import torch_step
 from benchmarks.transformer import Shape, cut, next_token_loss, text
 from pipeline_engine.launch import run_ranks
-from pipeline_engine.plan.graph import Placement
 
-DRIVERS = ("stream", "step", "torch")
-PLACEMENTS: dict[str, tuple[int, Placement]] = {
-    "gpipe": (1, "straight"),
-    "1f1b": (1, "straight"),
-    "interleaved": (2, "looped"),
-    "zb-v": (2, "vee"),
+PEERS = {  # torch's schedules beside each of ours
+    "gpipe": ("gpipe",),
+    "1f1b": ("1f1b",),
+    "interleaved": ("interleaved", "interleaved zero-bubble"),
+    "zb-v": ("zb-v",),
 }
+OWN = ("stream", "step", "alone")
 RANKS = 2
+SECONDS_TO_START = 60.0
 
 Step = Callable[[], None]
+Seconds = dict[str, list[float]]  # of every repeat, by driver: one of ``OWN``, or a schedule of torch
+Key = tuple[int, str]  # microbatches, schedule
 
 
 @frozen
@@ -44,7 +48,7 @@ class Settings:
     """What is measured."""
 
     schedules: tuple[str, ...]
-    microbatches: int
+    microbatches: tuple[int, ...]
     repeats: int
     shape: Shape
 
@@ -52,47 +56,52 @@ class Settings:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against_torch", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer repeats: within 90 seconds")
-    parser.add_argument("--schedules", nargs="+", choices=PLACEMENTS, default=tuple(PLACEMENTS), metavar="SCHEDULE")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N")
+    parser.add_argument("--schedules", nargs="+", choices=PEERS, default=tuple(PEERS), metavar="SCHEDULE")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=(8, 16), metavar="M")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of a microbatch")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step time as data")
     options = parser.parse_args()
-    shape = Shape(hidden=256, tokens=128) if options.quick else Shape()
+    shape = Shape(hidden=256, tokens=options.tokens) if options.quick else Shape(tokens=options.tokens)
     repeats = 3 if options.quick else options.repeats
-    settings = Settings(tuple(options.schedules), options.microbatches, repeats, shape)
-    before = environment()
-    seconds = run_ranks(seconds_on_rank, RANKS, settings, timeout=600.0)[0]
-    print(table(seconds, settings))
-    print(", ".join(f"{name} {value}" for name, value in before.items()))
-    if options.json:
-        data = {"environment": before, "settings": asdict(settings), "seconds": seconds}
-        options.json.write_text(json.dumps(data, indent=2) + "\n")
+    settings = Settings(tuple(options.schedules), tuple(options.microbatches), repeats, shape)
+    record = Record()
+    limit = SECONDS_TO_START + 2.0 * len(PEERS) * (len(OWN) + 2) * (repeats + 2) * sum(settings.microbatches)
+    seconds = run_ranks(seconds_on_rank, RANKS, settings, timeout=limit)[0]
+    print(f"{shape}, {RANKS} ranks\n\n" + "\n".join(table(seconds, count) for count in settings.microbatches))
+    found = [{"microbatches": key[0], "schedule": key[1], "seconds": each} for key, each in seconds.items()]
+    record.end(options.json, settings=asdict(settings), found=found)
 
 
-def seconds_on_rank(rank: int, settings: Settings) -> dict[str, dict[str, list[float]]]:
-    """For each schedule and driver the seconds of every repeat, until the slower rank was done."""
-    rows = text(settings.shape, settings.microbatches)
-    truth = gradients_of_one_process(rank, settings, rows)
-    found: dict[str, dict[str, list[float]]] = {}
-    for schedule in settings.schedules:
-        share, placement = PLACEMENTS[schedule]
-        graph = pe.StageGraph.chain(share * RANKS, RANKS, placement)
-        parts = cut(settings.shape, graph.num_stages)
-        stages = {stage: parts[stage] for stage in graph.stages_of(rank)}
-        transport = pe.TorchTransport()
-        with pe.Pipeline(stages, graph=graph, schedule=schedule, transport=transport, deadline=120.0) as pipeline:
-            drivers = drivers_of(pipeline, stages, graph, schedule, rows)
-            for step in drivers.values():
-                check(step, stages, graph, truth)
-            for _ in range(settings.repeats):
+def seconds_on_rank(rank: int, settings: Settings) -> dict[Key, Seconds]:
+    """For each case the seconds of every repeat, until the slower rank was done; drivers take turns."""
+    found: dict[Key, Seconds] = {}
+    for count in settings.microbatches:
+        rows = text(settings.shape, count)
+        truth = gradients_of_one_process(settings, rows)
+        for schedule in settings.schedules:
+            graph = graph_for(schedule, RANKS)
+            parts = cut(settings.shape, graph.num_stages)
+            stages = {stage: parts[stage] for stage in graph.stages_of(rank)}
+            transport = pe.TorchTransport()
+            with pe.Pipeline(stages, graph=graph, schedule=schedule, transport=transport, deadline=120.0) as pipeline:
+                drivers = drivers_of(pipeline, stages, graph, schedule, rows, settings.shape.hidden)
                 for driver, step in drivers.items():
-                    seconds = timed(step, stages)
-                    found.setdefault(schedule, {}).setdefault(driver, []).append(seconds)
+                    warm_up(step, stages, graph, truth if driver != "alone" else {})
+                found[count, schedule] = {driver: [] for driver in drivers}
+                for _ in range(settings.repeats):
+                    for driver, step in drivers.items():
+                        found[count, schedule][driver].append(timed(step, stages))
     return found
 
 
 def drivers_of(
-    pipeline: pe.Pipeline, stages: dict[int, nn.Sequential], graph: pe.StageGraph, schedule: str, rows: list[Tensor]
+    pipeline: pe.Pipeline,
+    stages: dict[int, nn.Sequential],
+    graph: pe.StageGraph,
+    schedule: str,
+    rows: list[Tensor],
+    hidden: int,
 ) -> dict[str, Step]:
     data = [pe.Microbatch(inputs=(row,)) for row in rows]
 
@@ -104,18 +113,29 @@ def drivers_of(
     def step() -> None:
         pipeline.step(data, lambda logits, index: next_token_loss(logits, rows[index]))
 
-    peer = torch_step(
-        stages,
-        num_stages=graph.num_stages,
-        schedule=schedule,
-        inputs=rows,
-        targets=torch.cat(rows),
-        loss=next_token_loss,
-    )
-    return {"stream": stream, "step": step, "torch": peer}
+    peers = {
+        peer: torch_step(
+            stages,
+            num_stages=graph.num_stages,
+            schedule=peer,
+            inputs=rows,
+            targets=torch.cat(rows),
+            loss=next_token_loss,
+        )
+        for peer in PEERS[schedule]
+    }
+    return {"stream": stream, "step": step, **peers, "alone": lambda: run_alone(stages, graph, rows, hidden)}
 
 
-def gradients_of_one_process(rank: int, settings: Settings, rows: list[Tensor]) -> dict[str, Tensor]:
+def run_alone(stages: dict[int, nn.Sequential], graph: pe.StageGraph, rows: list[Tensor], hidden: int) -> None:
+    """This rank's forwards, losses and backwards in a plain loop, nothing sent."""
+    for row in rows:
+        for number, stage in stages.items():
+            outputs = stage(row if number == 0 else torch.zeros(*row.shape, hidden, requires_grad=True))
+            (next_token_loss(outputs, row) if number == graph.last_stage else outputs.sum()).backward()
+
+
+def gradients_of_one_process(settings: Settings, rows: list[Tensor]) -> dict[str, Tensor]:
     """By the place of a layer in the whole model and its parameter's name."""
     model = cut(settings.shape, 1)[0]
     for row in rows:
@@ -123,11 +143,13 @@ def gradients_of_one_process(rank: int, settings: Settings, rows: list[Tensor]) 
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-def check(step: Step, stages: dict[int, nn.Sequential], graph: pe.StageGraph, truth: dict[str, Tensor]) -> None:
-    """One step, untimed: a warm-up whose gradients must be those of one process."""
+def warm_up(step: Step, stages: dict[int, nn.Sequential], graph: pe.StageGraph, truth: dict[str, Tensor]) -> None:
+    """Two steps, untimed; their gradients must be those of one process, if there are any to compare with."""
     for _ in range(2):
         zero_grad(stages)
         step()
+    if not truth:
+        return
     blocks = (max(int(name.split(".")[0]) for name in truth) - 1) // graph.num_stages
     for number, stage in stages.items():
         first = number * blocks + (number > 0)
@@ -152,21 +174,15 @@ def zero_grad(stages: dict[int, nn.Sequential]) -> None:
         stage.zero_grad(set_to_none=True)
 
 
-def table(seconds: dict[str, dict[str, list[float]]], settings: Settings) -> str:
-    """Step times, and the ratio to torch in the same turn."""
-    lines = [
-        f"{settings.shape}, {settings.microbatches} microbatches, {RANKS} ranks",
-        f"{'schedule':>11} {'driver':>8} {'seconds':>9} {'over torch':>11} {'least':>8} {'most':>8}",
-    ]
-    for schedule, by_driver in seconds.items():
-        for driver, own in by_driver.items():
-            ratios = [a / b for a, b in zip(own, by_driver["torch"], strict=True)]
-            figures = (statistics.median(ratios), min(ratios), max(ratios))
-            lines.append(
-                f"{schedule:>11} {driver:>8} {statistics.median(own):9.3f} {figures[0]:11.3f} "
-                f"{figures[1]:8.3f} {figures[2]:8.3f}"
-            )
-    return "\n".join(lines)
+def table(seconds: dict[Key, Seconds], count: int) -> str:
+    """Step times of torch, and ratios to torch in the same turn."""
+    lines = []
+    for (microbatches, schedule), by_driver in seconds.items():
+        for peer in PEERS[schedule] if microbatches == count else ():
+            over = (ratios(by_driver[driver], by_driver[peer]) for driver in OWN)
+            lines.append((schedule, peer, f"{statistics.median(by_driver[peer]):.3f} s", *over))
+    heads = ["schedule", "torch's", "torch", "`Pipeline.stream`", "`Pipeline.step`", "alone"]
+    return f"{count} microbatches:\n\n{markdown(heads, lines)}\n"
 
 
 if __name__ == "__main__":

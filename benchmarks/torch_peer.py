@@ -12,6 +12,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
@@ -20,6 +21,7 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+    "interleaved zero-bubble": ScheduleInterleavedZeroBubble,
     "looped-bfs": ScheduleLoopedBFS,
     "zb-v": ScheduleZBVZeroBubble,
 }
