@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step time as data")
     options = parser.parse_args()
-    shape = Shape(hidden=256, tokens=options.tokens) if options.quick else Shape(tokens=options.tokens)
+    shape = Shape(hidden=256, tokens=64) if options.quick else Shape(tokens=options.tokens)
     repeats = 3 if options.quick else options.repeats
     settings = Settings(tuple(options.schedules), tuple(options.microbatches), repeats, shape)
     record = Record()
