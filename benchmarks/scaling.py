@@ -222,7 +222,10 @@ TITLES = {"ranks": "ranks", "microbatches": "microbatches", "share": "stages on 
 
 
 def draw(series: dict[str, list[Case]], costs: dict[Case, Cost], file: Path) -> None:
-    """A panel for each figure and each thing that grows."""
+    """A panel for each figure and each thing that grows.
+
+    Linear growth is a level line in the upper row; in the others, a doubling for each doubling.
+    """
     from matplotlib.figure import Figure  # of no use but here
 
     figure = Figure(figsize=(10, 8), layout="constrained")
@@ -236,11 +239,14 @@ def draw(series: dict[str, list[Case]], costs: dict[Case, Cost], file: Path) -> 
                 panel.plot(sizes, [value(case, costs[case]) for case in own], marker="o", label=kind)
             panel.set_xscale("log", base=2)
             panel.set_xticks(sizes, [str(size) for size in sizes], minor=False)
-            panel.set_ylim(bottom=0)
+            if down > 0:
+                panel.set_yscale("log", base=2)
+                panel.yaxis.set_major_formatter("{x:g}")
             panel.grid(alpha=0.3)
             if across == 0:
                 panel.set_ylabel(label)
         panels[-1][across].set_xlabel(TITLES[name])
+    panels[0][0].set_ylim(bottom=0)
     panels[0][0].legend()
     figure.savefig(file, metadata={"Date": None})
 
