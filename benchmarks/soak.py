@@ -1,19 +1,20 @@
 """A pipeline in long use: random shapes, exceptions, breaks, skips and passes without gradients, mixed.
 
-    python -m benchmarks.soak --microbatches 20000 --ranks 4 --json figures.json
+    python -m benchmarks.soak --json figures.json
 
-At the end nothing may have grown: memory, threads, file descriptors.  See failures.md for what the figures mean.
+At the end nothing may have grown: memory, threads, file descriptors.  See soak.md for what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from attrs import asdict, frozen
 from torch import nn
 
 import pipeline_engine as pe
+from benchmarks.record import Record
+from benchmarks.tables import markdown
 from pipeline_engine.launch import run_ranks
 from pipeline_engine.run.transports.base import Transport
 
@@ -49,7 +52,7 @@ class Stage(nn.Module):
 
 @frozen
 class Sample:
-    """What one rank holds after so many microbatches: resident memory in MiB, threads, file descriptors, keys."""
+    """What one rank holds after so many microbatches: resident memory in MiB, threads, file descriptors."""
 
     microbatches: int
     resident: float
@@ -182,22 +185,72 @@ def held(rank: int) -> dict[str, int]:
     return {"threads": after.threads - before.threads, "descriptors": after.descriptors - before.descriptors}
 
 
+@frozen
+class Soak:
+    """How many microbatches over how many ranks; written ``ranks:microbatches``."""
+
+    ranks: int
+    microbatches: int
+
+    @classmethod
+    def parse(cls, text: str) -> Soak:
+        ranks, microbatches = map(int, text.split(":"))
+        return cls(ranks, microbatches)
+
+    def run(self, schedule: str, seed: int) -> dict[str, Any]:
+        """What every rank held, sample by sample, and what was done to it."""
+        began = monotonic()
+        arguments = (self.microbatches, schedule, seed)
+        samples = run_ranks(on_rank, self.ranks, *arguments, timeout=60 + self.microbatches)
+        kinds = Counter(each.kind for each in passes(self.microbatches, self.ranks, seed))
+        return {**asdict(self), "seconds": monotonic() - began, "passes": kinds, "samples": samples}
+
+
+HEADS = [
+    "ranks",
+    "microbatches",
+    "seconds",
+    "more MiB",
+    "more threads",
+    "more descriptors",
+    "MiB",
+    "threads",
+    "descriptors",
+]
+
+
+def row(figures: dict[str, Any]) -> list[str]:
+    """What the rank that has grown most has grown by, and what the fullest one holds at the end."""
+    ranks = [[Sample(**each) for each in samples] for samples in figures["samples"]]
+    more, last = [grown(samples) for samples in ranks], [samples[-1] for samples in ranks]
+    return [
+        str(figures["ranks"]),
+        str(last[0].microbatches),
+        f"{figures['seconds']:.0f}",
+        f"{max(each['resident'] for each in more):.1f}",
+        f"{max(each['threads'] for each in more):.0f}",
+        f"{max(each['descriptors'] for each in more):.0f}",
+        f"{max(each.resident for each in last):.0f}",
+        str(max(each.threads for each in last)),
+        str(max(each.descriptors for each in last)),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--microbatches", type=int, default=20_000)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--soaks", nargs="+", type=Soak.parse, default=[Soak(3, 20_000), Soak(8, 4_000)])
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    arguments = (given.microbatches, given.schedule, given.seed)
-    ranks = run_ranks(on_rank, given.ranks, *arguments, timeout=60 + given.microbatches)
-    for rank, samples in enumerate(ranks):
-        print(f"rank {rank}: grown by {grown([Sample(**each) for each in samples])}, at the end {samples[-1]}")
+    record = Record()
+    found = [each.run(given.schedule, given.seed) for each in given.soaks]
+    print(markdown(HEADS, map(row, found)))
+    for each in found:
+        print(f"passes over {each['ranks']} ranks: {dict(sorted(each['passes'].items()))}")
     holds = run_ranks(held, 8, timeout=120)
     print(f"held by a pipeline of 8 ranks, by rank: {holds}")
-    if given.json:
-        given.json.write_text(json.dumps({"samples": ranks, "held at P=8": holds}, indent=1))
+    record.end(given.json, soaks=found, held=holds)
 
 
 if __name__ == "__main__":

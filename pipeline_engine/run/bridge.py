@@ -36,7 +36,7 @@ from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
 from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
 from pipeline_engine.run.owner import Owner
-from pipeline_engine.run.randomness import Rng, draw_seed, is_per_microbatch
+from pipeline_engine.run.randomness import Rng, Turns, draw_seed, is_per_microbatch
 from pipeline_engine.run.stage import StageFunction
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
@@ -65,7 +65,8 @@ class Pipeline:
             the schedule's own hide latency, fewer save memory.  See ``pe.best_schedule``.
         tracer: records what this rank does; one of its own for each rank.
         ties: parameters of which several stages hold a copy; see ``pe.tie``.
-        rng: None: stages draw random numbers from torch's default generators as they come; ``"per-microbatch"``: what
+        rng: None: stages draw random numbers from torch's default generators as they come (threads of one process take
+            turns, in an order that is not always the same); ``"per-microbatch"``: what
             a microbatch draws does not depend on how the model is cut or in which order microbatches run.
         verify: whether each message carries a checksum; sizes and what it belongs to are always checked.
         on_last_backward: called with the number of a stage just before the last backward of that stage in a call, so
@@ -320,6 +321,7 @@ class Pipeline:
             call=self._count,
             verify=self._verify,
             seed=self._seed(),
+            turns=Turns() if self._transport.shares_process else None,
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
             last_backward=LastBackward(source.count, self._on_last_backward) if self._on_last_backward else None,
             doing=self._doing,

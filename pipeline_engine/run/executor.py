@@ -40,7 +40,7 @@ from pipeline_engine.run.doing import Doing, describe, report
 from pipeline_engine.run.last_backward import LastBackward
 from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatches import Microbatches
-from pipeline_engine.run.randomness import RandomState, alone, carried, state_of
+from pipeline_engine.run.randomness import RandomState, Turns, alone, carried, state_of
 from pipeline_engine.run.split import WeightPart
 from pipeline_engine.run.stage import Ran, StageFunction, run_forward
 from pipeline_engine.run.tracing import Recording
@@ -68,6 +68,7 @@ class Executor:
         call: number of the call.
         verify: whether messages carry a checksum.
         seed: of the microbatches' own random numbers; None to draw from the default generators as they come.
+        turns: who may draw, if other ranks draw from the same generators.
         recording: notes when each action begins and ends, if anybody wants to know.
         last_backward: announces the last backward of each stage, if anybody wants to know.
         doing: tells other threads what is being performed.
@@ -88,6 +89,7 @@ class Executor:
     hands_out: bool
     split_report: dict[int, str]
     seed: int | None
+    turns: Turns | None
     call: int
     verify: bool
     recording: Recording | None
@@ -217,8 +219,17 @@ class Executor:
         if self.seed is not None:
             before = received[0].randomness if received else state_of(self.seed, microbatch)
             return carried(before)
+        if self.turns is not None:
+            return self._in_turn(self.turns, stage, microbatch)
         state = self._earlier_state(stage, microbatch)
         return _AS_THEY_COME if state is None else _same_again(state)
+
+    @contextmanager
+    def _in_turn(self, turns: Turns, stage: int, microbatch: int) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
+        with turns.of_forward(stage):
+            state = self._earlier_state(stage, microbatch)
+            with _AS_THEY_COME if state is None else _same_again(state) as state_after:
+                yield state_after
 
     def _earlier_state(self, stage: int, microbatch: int) -> RandomState | None:
         """The first forward draws as it comes; if it is run again, it draws the same numbers."""
@@ -231,13 +242,13 @@ class Executor:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
-        with self._recomputing():
+        with self._recomputing(stage):
             per_argument = ran.backward(grads, retain_graph=retain)
         self._keep_input_grads(stage, microbatch, per_argument)
 
     def _backward_input(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
-        with self._recomputing():
+        with self._recomputing(stage):
             per_argument, part = ran.backward_input(grads, retain_graph=retain)
         self._weight_parts[stage, microbatch] = part
         self.split_report[stage] = part.split.summary
@@ -245,12 +256,14 @@ class Executor:
 
     def _backward_weight(self, stage: int, microbatch: int) -> None:
         part = self._weight_parts.pop((stage, microbatch))
-        with self._recomputing():
+        with self._recomputing(stage):
             part.run(retain_graph=microbatch in self.retained)
 
-    def _recomputing(self) -> AbstractContextManager[object]:
+    def _recomputing(self, stage: int) -> AbstractContextManager[object]:
         """A backward may run forwards again, which draw numbers."""
-        return nullcontext() if self.seed is None else alone()
+        if self.seed is not None:
+            return alone()
+        return nullcontext() if self.turns is None else self.turns.of_backward(stage)
 
     def _take_ran(self, stage: int, microbatch: int) -> tuple[Ran, bool]:
         """What the forward left, and whether its graph must outlive the backward."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
 from typing import Literal
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from pipeline_engine.errors import UsageError
 from pipeline_engine.plan.graph import StageGraph
@@ -51,6 +51,36 @@ class RandomState:
             yield
         finally:
             outer.restore()
+
+    def is_that_of(self, other: RandomState) -> bool:
+        """Whether nothing was drawn in between."""
+        return torch.equal(self.cpu, other.cpu) and (
+            (self.cuda is other.cuda) if self.cuda is None or other.cuda is None else torch.equal(self.cuda, other.cuda)
+        )
+
+
+@define(eq=False)
+class Turns:
+    """Who may draw while ranks are threads of one process.
+
+    A stage that draws has the generators to itself, in its forwards, and in its backwards, which may run forwards
+    again.  Whether it draws is seen in its first forward of a call, for which every stage has them, and in all others.
+    What callers draw in their own code is not seen.
+    """
+
+    _draws: dict[int, bool] = field(init=False, factory=dict)
+
+    @contextmanager
+    def of_forward(self, stage: int) -> Iterator[None]:
+        """Around a forward of this stage."""
+        with alone() if self._draws.get(stage, True) else nullcontext():
+            before = RandomState.now()
+            yield
+            self._draws[stage] = self._draws.get(stage, False) or not before.is_that_of(RandomState.now())
+
+    def of_backward(self, stage: int) -> AbstractContextManager[object]:
+        """Around a backward of this stage."""
+        return alone() if self._draws.get(stage, True) else nullcontext()
 
 
 def _cuda_is_in_use() -> bool:

@@ -73,6 +73,7 @@ class FaultyTransport(Transport):
     ) -> None:
         self._inner = transport
         self.rank, self.num_ranks = transport.rank, transport.num_ranks
+        self.shares_process = transport.shares_process
         self._random = random.Random(seed)
         self._held: list[_Held] = []
         self.plan(sends, receives)

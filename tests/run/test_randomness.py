@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
-from pipeline_engine.run.randomness import RandomState, carried, state_of
+from pipeline_engine.run.randomness import RandomState, Turns, alone, carried, state_of
 from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.testing import run_ranks_in_threads
-from tests.run.playing import DEADLINE, WIDTH, batch, loss_of
+from tests.run.playing import DEADLINE, WIDTH, Rank, batch, loss_of, on_ranks
 from tests.run.processes import Crash, run_in_processes
 from tests.strategies import chain_for
 
@@ -187,3 +189,51 @@ def test_in_threads_a_backward_that_recomputes_has_the_generator_to_itself() -> 
     for _ in range(10):
         found = gradients(4, recompute=True)
         assert all(torch.equal(mine, expected) for mine, expected in zip(found, whole, strict=True))
+
+
+class Redrawing(torch.nn.Module):
+    """Multiplies by numbers that it draws anew whenever it is run; if a recomputation draws others, it says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen: dict[int, torch.Tensor] = {}
+        self.differ = 0
+
+    def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self._draw, x, number, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def _draw(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        drawn = torch.cat([torch.rand(3) for _ in range(50)])
+        if number in self.seen:
+            self.differ += not torch.equal(drawn, self.seen[number])
+        self.seen[number] = drawn
+        return x * self.weight * drawn.mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_in_threads_without_numbers_of_their_own_recomputations_and_repetitions_draw_what_was_drawn(
+    schedule: str,
+) -> None:
+    def on_rank(rank: Rank) -> list[int]:
+        for _ in range(5):
+            for item in rank.pipeline.stream(batch(ROWS)):
+                loss_of(item.outputs, item.index).backward()
+                rank.pipeline.invalidate()
+            rank.pipeline.flush()
+            for stage in rank.stages.values():
+                stage.seen.clear()
+        return [stage.differ for stage in rank.stages.values()]
+
+    assert on_ranks(on_rank, 4, schedule, Redrawing) == [[0]] * 4
+
+
+def test_a_stage_that_draws_nothing_takes_no_turns_after_its_first_forward() -> None:
+    turns = Turns()
+    with turns.of_forward(0):
+        pass
+    with ThreadPoolExecutor(1) as other, alone(), turns.of_backward(0):
+        assert other.submit(lambda: turns.of_backward(0).__enter__()).result(timeout=10) is None
+    with turns.of_forward(0):
+        torch.rand(1)
+    assert turns.of_backward(0) is alone()

@@ -57,10 +57,12 @@ class Transport(ABC):
     Attributes:
         host: the pipeline, once there is one.
         has_raised: whether a failure was raised to this rank's caller, so that a ``settle`` comes next.
+        shares_process: whether other ranks are threads of this process.
     """
 
     rank: int
     num_ranks: int
+    shares_process: bool = False
     host: Host | None = None
     has_raised: bool = False
 

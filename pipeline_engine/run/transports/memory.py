@@ -129,6 +129,7 @@ class MemoryTransport(Transport):
         rank, num_ranks: which rank of how many.
     """
 
+    shares_process = True
     rank: int
     num_ranks: int
     _hub: _Hub
