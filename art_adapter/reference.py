@@ -30,6 +30,7 @@ class ReferenceTrainerRank(Windows, Stepping):
         head_chunk_tokens: rows of logits that exist at a time, where logits themselves are not asked for.
         shared_prefix_max_depth: nested levels of common beginnings that are stored once; 0 turns sharing off.
         memory_budget_bytes: what a window's estimate may reach.
+        items_at_once: the most top-level items of a window on one data-parallel rank, whatever the memory; 1 or more.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class ReferenceTrainerRank(Windows, Stepping):
         head_chunk_tokens: int = 512,
         shared_prefix_max_depth: int = 1,
         memory_budget_bytes: int = 2 << 30,
+        items_at_once: int | None = None,
     ) -> None:
         super().__init__(
             runtime,
             head_chunk_tokens=head_chunk_tokens,
             shared_prefix_max_depth=shared_prefix_max_depth,
             memory_budget_bytes=memory_budget_bytes,
+            items_at_once=items_at_once,
         )

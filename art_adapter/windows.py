@@ -42,9 +42,12 @@ class Window:
 class Windows(Forward):
     """The part of a trainer that decides how much runs at once."""
 
-    def __init__(self, runtime: Runtime, *, memory_budget_bytes: int, **packing: int) -> None:
+    def __init__(
+        self, runtime: Runtime, *, memory_budget_bytes: int, items_at_once: int | None, **packing: int
+    ) -> None:
         super().__init__(runtime, **packing)
         self.memory_budget_bytes = memory_budget_bytes
+        self.items_at_once = items_at_once
 
     def forward_micro_batches(self, inputs: Iterable[ForwardInputs]) -> Iterator[MicroBatch]:
         """Run top-level items, the same list on every rank, in windows that fit the memory.
@@ -100,7 +103,7 @@ class Windows(Forward):
     def _select_next_micro_batch(self, items: Sequence[Any], start: int) -> Window:
         """The widest window that fits on every rank; all ranks choose the same."""
         dp_rank, dp_size = self._dp_rank_and_size()
-        widths = window_widths(len(items) - start, dp_size)
+        widths = window_widths(len(items) - start, dp_size)[: self.items_at_once]
         checks = self._check_widths(items, start, widths)
         self._require_memory(checks[0], context="forward_micro_batches")
         fitting = [place for place, check in enumerate(checks) if check.fits]
