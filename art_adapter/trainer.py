@@ -118,6 +118,7 @@ class PipelinedForward:
         run = super().dp_rank_forward  # type: ignore[misc]
         if self.stages is None:
             return run(inputs, **options)
+        self.stages.pipeline.meet()
         wave = self._planned(lambda: run(inputs, **options))
         self.stages.check_planned_alike(wave.groups)
         with self._as_memory_error():
@@ -161,6 +162,7 @@ class PipelinedForward:
         """Hand out window after window with its outputs as they come through the pipeline."""
         planning = super().forward_micro_batches(items, **options)  # type: ignore[misc]
         self._is_under_way = False
+        self._agree_on_horizon()
         line, used, is_planning = self._new_line(), 0, True
         try:
             while True:
@@ -178,12 +180,20 @@ class PipelinedForward:
         finally:
             line.end()
 
+    def _agree_on_horizon(self) -> None:
+        """A rank whose caller failed has left its loop early, and others have not: the smallest holds."""
+        assert self.stages is not None
+        self.stages.pipeline.meet()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._horizon.size = -largest([-self._horizon.size], device=self.device, group=group)[0]
+
     def _plan_more(self, planning: Iterator[Any], line: Line) -> bool:
         """Plan as many windows as the horizon says; whether there are further ones.
 
         While the trainer knows nothing of the memory yet, it plans one, which must run before it can plan better.
         """
         assert self.stages is not None
+        self.stages.pipeline.meet()  # planning does collectives
         waves: list[Wave] = []
         wave, learns = Wave(), False
         while len(waves) < self._horizon.size and not learns:

@@ -215,6 +215,17 @@ class Pipeline:
         with self._guarded(), self._doing.meets("the sum of tied parameters"):
             self._ties.add_up(self._agreements)
 
+    def meet(self) -> None:
+        """Find out, together with all other ranks, whether any of them has failed.
+
+        To be called before collectives of the caller's own that precede a call: a rank that hears of a failure only in
+        that call would leave the others alone in them.
+
+        Raises:
+            As ``stream``.
+        """
+        self._agree("meet", {})
+
     @property
     def bytes_per_channel(self) -> dict[str, int]:
         """Bytes that this rank has sent so far, by channel: ``"x0:0>1"`` is stage 0's output from rank 0 to rank 1."""

@@ -171,3 +171,36 @@ def test_a_rank_that_is_in_its_next_call_and_has_done_less_or_something_else_has
     assert failure.cause == (
         "it is in its next call, flush, and has left call 0 after theirs; other ranks are still in it, after ours"
     )
+
+
+class Failing(Layer):
+    """A layer whose input gradient cannot be computed."""
+
+    def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
+        y = super().forward(x, number=number)
+        y.register_hook(self.fail)
+        return y
+
+    def fail(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.number == 0:
+            raise ArithmeticError("no gradient for you")
+        return grad
+
+
+def test_ranks_that_meet_hear_of_a_failure_before_they_do_anything_else() -> None:
+    """A rank whose part was done when another one failed would begin its next call alone."""
+
+    def on_rank(rank: Rank) -> None:
+        (output,) = rank.pipeline.forward(batch([1]))
+
+        def give_and_meet() -> None:
+            loss_of(output, 0).backward()
+            rank.pipeline.meet()
+
+        with pytest.raises((pe.PeerFailedError, ArithmeticError), match="no gradient for you"):
+            give_and_meet()
+        rank.pipeline.meet()
+        (again,) = rank.pipeline.forward(batch([1]))
+        assert torch.equal(again, output)
+
+    on_ranks(on_rank, 3, make_stage=Failing)
