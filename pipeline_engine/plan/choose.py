@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.limit import limit
+from pipeline_engine.plan.limit import refitted
 from pipeline_engine.plan.order import Order, best_start, in_order, search, weights_of
 from pipeline_engine.plan.outline import Outline, PerStage, of_stage
 from pipeline_engine.plan.schedule import Schedule
@@ -137,7 +137,7 @@ def _with_limits(schedule: Schedule, *, saving: bool) -> list[Schedule]:
     own = _most_in_flight(schedule)
     most = max(len(program) for program in schedule.programs) // 2
     numbers = {min(-(-own * quarters // 4), most) for quarters in _QUARTERS if saving or quarters >= 4}
-    return [limit(schedule, number) for number in sorted({own, *numbers} - {0})] or [schedule]
+    return [refitted(schedule, number) for number in sorted({own, *numbers} - {0})] or [schedule]
 
 
 def _best_simulated(searched: Sequence[_Candidate], costs: Costs) -> tuple[_Candidate, Timeline]:

@@ -16,6 +16,7 @@ from attrs import evolve
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import Action, Backward, BackwardWeight, Forward, Program
+from pipeline_engine.plan.outline import can_end
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import peak_in_flight
 
@@ -29,16 +30,31 @@ def limit(schedule: Schedule, max_in_flight: int) -> Schedule:
             the end of the backward; the other ranks' numbers keep their proportion to it, rounded up.
 
     Returns:
-        The same schedule if it holds that number already.  With one stage a rank and whole backwards, the ranks can
-        go through with any number; otherwise that is for ``check`` to say.
+        The same schedule if it holds that number already.
 
     Raises:
-        ScheduleError: ``max_in_flight`` is less than 1, or the schedule is lowered.
+        ScheduleError: ``max_in_flight`` is less than 1, or the schedule is lowered, or its ranks would wait for each
+            other for ever, as can be with several stages a rank or split backwards; then the message has the least
+            larger number that is lawful.
     """
     if max_in_flight < 1:
         raise ScheduleError(f"max_in_flight is {max_in_flight}; it is 1 or more.")
     if schedule.is_lowered:
         raise ScheduleError(f"schedule {schedule.name!r} is lowered already; limit it before.")
+    limited = refitted(schedule, max_in_flight)
+    if limited is not schedule and not can_end(limited):
+        larger = range(max_in_flight + 1, max(map(len, schedule.programs)) + 1)
+        own = max(map(peak_in_flight, schedule.programs))
+        lawful = next((number for number in larger if can_end(refitted(schedule, number))), own)
+        raise ScheduleError(
+            f"with max_in_flight={max_in_flight} the ranks of schedule {schedule.name!r} would wait for each other for "
+            f"ever; {lawful} is lawful."
+        )
+    return limited
+
+
+def refitted(schedule: Schedule, max_in_flight: int) -> Schedule:
+    """The same as ``limit``, but whether the ranks can go through is for the caller to find out."""
     peaks = [peak_in_flight(program) for program in schedule.programs]
     most = max(peaks)
     number = min(max_in_flight, max(_num_forwards(program) for program in schedule.programs))
