@@ -50,15 +50,17 @@ def check_same(
     dist.all_gather(told, own, group=group)
     by_rank = [each.tolist() for each in told]
     if any(each[0] != digest for each in by_rank):
-        raise _unlike(what, gather(said, group=group))
+        raise _unlike(what, gather(said, group=group), group)
     return [each[1:] for each in by_rank]
 
 
-def _unlike(what: str, by_rank: Sequence[str]) -> UsageError:
+def _unlike(what: str, by_rank: Sequence[str], group: Any) -> UsageError:
     other = next(rank for rank, words in enumerate(by_rank) if words != by_rank[0])
+    first, differs = (dist.get_global_rank(group, rank) for rank in (0, other))
     return UsageError(
-        f"{what}: stage 0 has\n  {by_rank[0]}\nstage {other} has\n  {by_rank[other]}\n"
-        "every stage plans the same; pass the same inputs on all ranks of a pipeline."
+        f"{what}: rank {first} has\n  {by_rank[0]}\nrank {differs} has\n  {by_rank[other]}\n"
+        "all stages of a model and their tensor- and context-parallel ranks plan the same; "
+        "pass the same inputs on all of them."
     )
 
 

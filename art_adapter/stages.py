@@ -94,7 +94,8 @@ class StageExecutor:
         outputs: ``outputs(chunk, group)`` returns the tensors of every item; called on the last stage.
         schedule: a name of ``pipeline_engine.SCHEDULES``; by default what fits the number of chunks.
         deadline: seconds that any single wait for another stage may take.
-        agreeing: the ranks that must decide alike; by default those of the pipeline.
+        agreeing: the ranks that must decide alike; by default those of the pipeline. Tensor- and context-parallel ranks
+            meet inside their stages, so they must run the same actions in the same order.
 
     Attributes:
         agreed: what all of them know of the stages' speed, or None before anything ran.
@@ -138,19 +139,19 @@ class StageExecutor:
         )
 
     def check_planned_alike(self, groups: Sequence[Group]) -> None:
-        """Compare what the stages have planned, before anything of it runs; collective over those that decide alike.
+        """Compare what the ranks have planned, before anything of it runs; collective over those that decide alike.
 
         On the way they tell each other how fast they are, for the next plan.
 
         Args:
-            groups: what this stage has planned.
+            groups: what this rank has planned.
 
         Raises:
-            UsageError: on every rank, if two stages differ; the message shows both sides.
+            UsageError: on every rank, if two ranks differ; the message shows both sides.
         """
         said = "\n  ".join(map(str, groups)) or "nothing"
         words = check_same(
-            "stages have planned differently",
+            "ranks have planned differently",
             said,
             numbers=self._pace.words(),
             device=self._device,

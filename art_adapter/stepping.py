@@ -121,7 +121,7 @@ class Stepping(Slots):
             else parameter.grad.float() * scale_grads
             for parameter in params
         ]
-        if grads and self._dp_rank_and_size()[1] > 1:
+        if grads and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             self.dp_reduce(flat)
             pieces = torch.split(flat, [grad.numel() for grad in grads])
@@ -150,4 +150,4 @@ def _include_in_distributed_grad_norm(parameter: torch.nn.Parameter) -> bool:
     """Whether this rank counts it: the first of those that hold a replica."""
     sharded: bool = getattr(parameter, lora.SHARDED, False)
     first_of_tensor = sharded or parallel_state.get_tensor_model_parallel_rank() == 0
-    return first_of_tensor and int(parallel_state.get_data_parallel_rank()) == 0
+    return first_of_tensor and int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0

@@ -34,9 +34,9 @@ SUPPORT: dict[str, Support] = {
     "pp+dp": Support("PP > 1 with DP > 1", True, "run on CPU with gloo; not run on a GPU", ""),
     "pp+tp": Support(
         "PP > 1 with TP > 1",
-        False,
-        "agreements on memory and custom heads do not span tensor-parallel ranks of several stages yet",
-        "use TP=1, or PP=1",
+        True,
+        "run on CPU with gloo, with sequence parallelism and, over the reference, without; not run on a GPU",
+        "",
     ),
     "pp+cp": Support("PP > 1 with CP > 1", False, "not written yet", "use CP=1, or PP=1"),
     "pp+ep": Support("PP > 1 with EP > 1", False, "expert gradients across stages are not written yet", "use EP=1"),

@@ -35,6 +35,7 @@ from .compat import (
 )
 from .cutting import CutPlan
 from .gradients import norm_over_stages, take_from_last_stage
+from .groups import forward_group
 from .memory_watch import DeviceMemory, WaveMemory
 from .pace import best_length
 from .publishing import PipelinedPublishing
@@ -93,9 +94,11 @@ class PipelinedForward:
         with presented_as_one_stage(runtime.provider):
             super().__init__(runtime, **options)  # type: ignore[call-arg]
         self._records = Records(self.host)
+        self._forward_group = forward_group()
         self.stages = StageExecutor(
             runtime.model,
             parallel_state.get_pipeline_model_parallel_group(),
+            agreeing=self._forward_group,
             hidden=self._hidden_of,
             outputs=self._outputs_of,
             schedule=schedule,
@@ -370,10 +373,10 @@ class PipelinedForward:
             return together("loading a slot", lambda: validate(*arguments, **options))
 
     def _forward_memory_group(self) -> Any:
-        """The ranks that run one data-parallel rank's forward together: with TP=CP=1, those of the pipeline."""
+        """The ranks that run one data-parallel rank's forward together, those of all its stages."""
         if self.stages is None:
             return super()._forward_memory_group()  # type: ignore[misc]
-        return parallel_state.get_pipeline_model_parallel_group()
+        return self._forward_group
 
 
 @cache

@@ -60,8 +60,8 @@ def test_a_refusal_is_of_the_hosts_own_kind_where_it_has_one() -> None:
     kind = refusal_of(september.TrainerRank)
     assert issubclass(kind, (UnsupportedTopologyError, september.TrainerRankRuntimeSupportError))
     assert issubclass(kind, september.TrainerRankRuntimeSupportError)
-    with pytest.raises(september.TrainerRankRuntimeSupportError, match=r"PP > 1 with TP > 1 is not supported: .*; use"):
-        check_supported(Topology(2, 2, 1, 1, 1), kind)
+    with pytest.raises(september.TrainerRankRuntimeSupportError, match=r"PP > 1 with EP > 1 is not supported: .*; use"):
+        check_supported(Topology(2, 1, 1, 2, 1), kind)
 
 
 def test_arts_constructor_sees_one_stage_and_nobody_else_does() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
+import attrs
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -103,6 +105,35 @@ def test_an_output_layer_that_is_tied_to_the_embedding_does_what_it_does_on_one_
     for body in TIED:
         why = difference(one["reference"][body], [stage["reference"][body] for stage in stages])
         assert not why, f"{body}: {why}"
+
+
+TENSOR_PARALLEL = (
+    "all_combinations_of_outputs",
+    "slots_mixed_in_one_call",
+    "leaving_the_loop_early",
+    "an_optimizer_step_inside_the_loop",
+    "five_steps",
+    "a_custom_head_counts_once_and_stays_the_same_everywhere",
+    "what_a_caller_can_do_wrong",
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "sequence_parallel", "virtual"),
+    [("reference", False, 1), ("reference", True, 2), ("art", True, 1)],
+)
+def test_two_stages_of_two_tensor_ranks_do_what_two_tensor_ranks_do(
+    host: str, sequence_parallel: bool, virtual: int
+) -> None:
+    if host == "art" and (why := why_not()) is not None:
+        pytest.skip(why)
+    bodies, whole = some(*TENSOR_PARALLEL), Cut(tensor=2, sequence_parallel=sequence_parallel)
+    uncut = played(2, (host,), whole, bodies)
+    cut = played(4, (host,), attrs.evolve(whole, pipeline=2, virtual=virtual), bodies)
+    for body, tensor_rank in product(bodies, range(2)):
+        stages = [cut[2 * stage + tensor_rank][host][body] for stage in range(2)]
+        why = difference(uncut[tensor_rank][host][body], stages)
+        assert not why, f"{body}, tensor rank {tensor_rank}, {why}"
 
 
 DATA_PARALLEL = ("data_is_reduced_over_data_ranks_only", "five_steps", "an_optimizer_step_inside_the_loop")

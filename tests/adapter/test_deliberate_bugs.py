@@ -93,7 +93,7 @@ def groups_are_permuted() -> Iterator[None]:
         yield
 
 
-@found_by("slots_mixed_in_one_call", "stages have planned differently")
+@found_by("slots_mixed_in_one_call", "ranks have planned differently")
 def one_stage_plans_differently() -> Iterator[None]:
     own = stages.StageExecutor.check_planned_alike
 
@@ -168,4 +168,4 @@ def test_stages_that_plan_differently_all_raise_and_say_both_plans(seen: Any) ->
     _, stages_with_bug = seen
     for stage in stages_with_bug:
         failed = stage["one_stage_plans_differently"].failed
-        assert "UsageError" in failed and "stage 0 has" in failed and "stage 1 has" in failed
+        assert "UsageError" in failed and "rank 0 has" in failed and "rank 1 has" in failed

@@ -14,11 +14,10 @@ from art_adapter.canary import Plan, check_plan
 from art_adapter.topology import Topology, check_supported, table
 
 REFUSED = {
-    "pp+tp": Topology(2, 2, 1, 1, 1),
     "pp+cp": Topology(2, 1, 2, 1, 1),
     "pp+ep": Topology(2, 1, 1, 2, 1),
 }
-RUN_BY_THE_CONFORMANCE_SUITE = {"pp", "pp+dp", "virtual", "recompute", "tied"}
+RUN_BY_THE_CONFORMANCE_SUITE = {"pp", "pp+dp", "pp+tp", "virtual", "recompute", "tied"}
 
 
 def test_every_row_is_run_or_refused() -> None:
@@ -44,7 +43,6 @@ def test_on_one_stage_nothing_is_refused() -> None:
     [
         (Plan(pp=5), ValueError, "5 stages need at least 5 layers"),
         (Plan(schedule="none"), ValueError, "schedule 'none' is unknown"),
-        (Plan(tp=2), UnsupportedTopologyError, "PP > 1 with TP > 1"),
         (Plan(virtual=3), ValueError, "6 stages need at least 6 layers"),
         (Plan(virtual=2, schedule="1f1b"), pe.ScheduleError, "1f1b"),
     ],

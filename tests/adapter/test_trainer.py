@@ -85,7 +85,7 @@ def test_a_slot_that_differs_within_one_stage_is_refused_by_all_ranks(seen: Any)
 @pytest.mark.parametrize("what", ["other inputs", "other slot", "other order"])
 def test_stages_with_other_inputs_find_out_before_anything_runs(seen: Any, what: str) -> None:
     assert kinds(seen, what) == ["UsageError"] * 4
-    assert all("stages have planned differently" in each[what][1] for each in seen)
+    assert all("ranks have planned differently" in each[what][1] for each in seen)
 
 
 def test_another_number_of_items_is_refused_by_the_host_itself(seen: Any) -> None:
@@ -102,6 +102,20 @@ def test_a_stage_that_fails_fails_every_stage_and_the_trainer_can_be_used_again(
     assert kinds(seen, "failing stage") == ["PeerFailedError"] * 2 + ["ArithmeticError"] * 2
     assert "this stage cannot" in seen[0]["failing stage"][1]
     assert kinds(seen, "works again") == ["nothing"] * 4
+
+
+def other_inputs_on_one_tensor_rank(rank: int) -> list[tuple[str, str, float]]:
+    own = host("reference")
+    play = Play(own, own.build(Cut(tensor=2, pipeline=2)))
+    found = [told(lambda: play.trainer.dp_rank_forward(play.requests(2 + (rank == 3))))]
+    return [*found, told(lambda: play.loss(play.trainer.dp_rank_forward(play.requests(2))).backward())]
+
+
+def test_tensor_ranks_with_other_inputs_find_out_before_they_would_wait_for_each_other_for_ever() -> None:
+    seen = on_ranks(other_inputs_on_one_tensor_rank, 4)
+    for (kind, text, seconds), (after, *_) in seen:
+        assert (kind, after) == ("UsageError", "nothing") and seconds < SECONDS
+        assert "rank 0 has" in text and "rank 3 has" in text
 
 
 def classes(rank: int, stages: int) -> list[bool]:

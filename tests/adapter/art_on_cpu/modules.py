@@ -65,6 +65,7 @@ def _install_linears() -> None:
     import megatron.core.extensions.transformer_engine as engine
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
     class Column(ColumnParallelLinear):  # type: ignore[misc]
         in_features = property(lambda self: self.input_size)
@@ -77,7 +78,10 @@ def _install_linears() -> None:
         tp_size = property(lambda self: self.config.tensor_model_parallel_size)
 
     class NormAndColumn(Column):
-        """A norm and then a linear layer; returns ``((output, normed), bias)`` once it is asked to."""
+        """A norm and then a linear layer; returns ``((output, normed), bias)`` once it is asked to.
+
+        Where the sequence is shared out, ``normed`` can be had gathered.
+        """
 
         def __init__(self, input_size: int, output_size: int, *, config: Any, init_method: Any, **options: Any) -> None:
             options.pop("name", None)
@@ -89,6 +93,8 @@ def _install_linears() -> None:
         def forward(self, x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
             normed = self.ln(x)
             output, bias = super().forward(normed, *arguments, **options)
+            if self.return_layernorm_output_gathered and self.sequence_parallel:
+                normed = gather_from_sequence_parallel_region(normed, group=self.tp_group)
             return ((output, normed), bias) if self.return_layernorm_output else (output, bias)
 
     engine.TEColumnParallelLinear, engine.TERowParallelLinear = Column, Row
