@@ -8,6 +8,7 @@ import attrs
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from . import context
 from .compat import preprocess
 from .head import IGNORED, ForwardItem, project
 from .lora import SlotRef, use_lora_slot
@@ -41,14 +42,14 @@ class FlatForwardPlan:
 
 @attrs.frozen(eq=False)
 class PreparedForward:
-    """A packed row on the device.
+    """This rank's share of a packed row, on the device.
 
     Attributes:
-        tokens, position_ids: ``[1, packed]`` int64.
-        attention_state: ``[1, 1, packed, packed]`` bool, True where attention is hidden.
+        tokens, position_ids: ``[1, own]`` int64.
+        attention_state: ``[1, 1, own, packed]`` bool, True where attention is hidden.
         packed_seq_params: None; the mask says everything.
-        positions_by_item: ``[tokens]`` int64 per item, into the row.
-        source_positions_by_item: ``[tokens]`` int64 per item, into the item.
+        positions_by_item: ``[own tokens]`` int64 per item, into the share.
+        source_positions_by_item: ``[own tokens]`` int64 per item, into the item.
     """
 
     tokens: torch.Tensor
@@ -126,15 +127,20 @@ class Forward(Slots):
         return outputs
 
     def _prepare_packed_forward(self, packed: PrefixTreePack) -> PreparedForward:
+        """This rank's share of a packed row: all of it, unless the context is shared out."""
+        multiple = parallel_state.get_context_parallel_world_size()
         if self.runtime.provider.sequence_parallel:
-            packed = pad(packed, multiple=parallel_state.get_tensor_model_parallel_world_size())
+            multiple *= parallel_state.get_tensor_model_parallel_world_size()
+        packed = pad(packed, multiple=multiple)
+        rows = context.own_rows(packed.tokens.numel())
+        places = [context.own_places(place) for place in packed.positions_by_sequence]
         return PreparedForward(
-            tokens=packed.tokens.to(self.device),
-            position_ids=packed.position_ids.to(self.device),
-            attention_state=hidden_from(packed).to(self.device),
+            tokens=packed.tokens[:, rows].to(self.device),
+            position_ids=packed.position_ids[:, rows].to(self.device),
+            attention_state=hidden_from(packed)[:, :, rows].to(self.device),
             packed_seq_params=None,
-            positions_by_item=packed.positions_by_sequence,
-            source_positions_by_item=tuple(torch.arange(len(place)) for place in packed.positions_by_sequence),
+            positions_by_item=tuple(place for place, _ in places),
+            source_positions_by_item=tuple(source for _, source in places),
         )
 
     def _forward_packed(self, items: Sequence[ForwardItem], prepared: PreparedForward) -> list[ForwardOutput]:
@@ -161,9 +167,12 @@ class Forward(Slots):
         self, items: Sequence[ForwardItem], prepared: PreparedForward, hidden_by_row: torch.Tensor
     ) -> list[ForwardOutput]:
         model = language_model(self.runtime.model[0])
+        shares = zip(items, prepared.positions_by_item, prepared.source_positions_by_item, strict=True)
         return [
-            project(model, item, hidden_by_row[place.to(self.device)], rows_at_once=self.head_chunk_tokens)
-            for item, place in zip(items, prepared.positions_by_item, strict=True)
+            project(
+                model, _of_item(item, source), hidden_by_row[place.to(self.device)], rows_at_once=self.head_chunk_tokens
+            )
+            for item, place, source in shares
         ]
 
     def _track_slot_graph_outputs(self, ref: SlotRef | None, outputs: Sequence[ForwardOutput]) -> list[ForwardOutput]:
@@ -172,6 +181,11 @@ class Forward(Slots):
     @property
     def _vocabulary(self) -> int:
         return int(language_model(self.runtime.model[0]).vocab_size)
+
+
+def _of_item(item: ForwardItem, source: torch.Tensor) -> ForwardItem:
+    """Some of an item's tokens, by their places in it; input_ids play no part any more."""
+    return item if item.labels is None else attrs.evolve(item, labels=item.labels[source])
 
 
 def _labels(input_tokens: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,9 @@ from .windows import Windows
 
 
 class ReferenceTrainerRank(Windows, Stepping):
-    """See ART's TrainerRank; what is not here: context parallelism, publishing, saving the state of custom heads.
+    """See ART's TrainerRank; what is not here: publishing, saving the state of custom heads.
+
+    Outputs of a context-parallel rank are those of its own share of each sequence's tokens, as in ART.
 
     Args:
         runtime: this rank's model, built for the parallel state that is in force.

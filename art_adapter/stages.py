@@ -70,7 +70,7 @@ class Group:
     def __str__(self) -> str:
         """What all stages must mean alike: slot, grad mode, and of each item its tokens and what it asks for."""
         grad = "" if self.differentiates else " without gradients"
-        return f"slot {self.slot}{grad}, {self.tokens} packed tokens: {', '.join(map(_asked, self.items))}"
+        return f"slot {self.slot}{grad}: {', '.join(map(_asked, self.items))}"
 
 
 def _asked(item: Any) -> str:

@@ -101,6 +101,8 @@ def build_runtime(shape: Shape = Shape(), cut: Cut = Cut(), *, train_base: bool 
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from .context import ContextAttention
+
     cut.counts(shape.layers)
     world = dist.get_world_size()
     if world % (cut.tensor * cut.context * cut.pipeline):
@@ -111,6 +113,8 @@ def build_runtime(shape: Shape = Shape(), cut: Cut = Cut(), *, train_base: bool 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     layer = get_gpt_layer_local_spec(normalization=shape.normalization)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    if cut.context > 1:
+        layer.submodules.self_attention.submodules.core_attention = ContextAttention
     chunks = [make_chunk(shape, cut, config, number, layer).to(device) for number in range(cut.virtual)]
     for chunk in chunks:
         fill(chunk, config, seed)
@@ -236,6 +240,8 @@ def make_chunk(shape: Shape, cut: Cut, config: Any, number: int, layer: Any) -> 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from .context import give_whole_rotary_table
+
     stage = number * cut.pipeline + parallel_state.get_pipeline_model_parallel_rank()
     counts = cut.counts(shape.layers)
     chunk = GPTModel(
@@ -249,6 +255,8 @@ def make_chunk(shape: Shape, cut: Cut, config: Any, number: int, layer: Any) -> 
         share_embeddings_and_output_weights=shape.tied,
         vp_stage=None if cut.virtual_in_megatron is None else number,
     )
+    if cut.context > 1:
+        give_whole_rotary_table(chunk)
     for layer_number, layer in enumerate(chunk.decoder.layers, start=1 + sum(counts[:stage])):
         layer.layer_number = layer_number
     return chunk

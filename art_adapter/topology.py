@@ -38,7 +38,12 @@ SUPPORT: dict[str, Support] = {
         "run on CPU with gloo, with sequence parallelism and, over the reference, without; not run on a GPU",
         "",
     ),
-    "pp+cp": Support("PP > 1 with CP > 1", False, "not written yet", "use CP=1, or PP=1"),
+    "pp+cp": Support(
+        "PP > 1 with CP > 1",
+        True,
+        "run on CPU with gloo over the reference; over ART, whose own CP needs a GPU, it is not run",
+        "",
+    ),
     "pp+ep": Support("PP > 1 with EP > 1", False, "expert gradients across stages are not written yet", "use EP=1"),
     "virtual": Support(
         "several local chunks (len(runtime.model) > 1)",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
+from megatron.core import parallel_state
 
 from .agreement import gather, largest
 from .forward import FlatForwardPlan, Forward
@@ -22,7 +23,7 @@ from .requests import (
     materialize,
     unflatten,
 )
-from .runtime import Runtime, tensor_group
+from .runtime import Runtime
 
 TOO_LARGE = 1 << 62
 
@@ -142,7 +143,7 @@ class Windows(Forward):
     @staticmethod
     def _forward_memory_group() -> Any:
         """The ranks that run one data-parallel rank's forward together."""
-        return tensor_group()
+        return parallel_state.get_tensor_and_context_parallel_group()
 
     @staticmethod
     def _require_memory(check: MemoryCheck, *, context: str) -> None:

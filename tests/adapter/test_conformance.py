@@ -136,6 +136,19 @@ def test_two_stages_of_two_tensor_ranks_do_what_two_tensor_ranks_do(
         assert not why, f"{body}, tensor rank {tensor_rank}, {why}"
 
 
+CONTEXT_PARALLEL = ("all_combinations_of_outputs", "slots_mixed_in_one_call", "leaving_the_loop_early", "five_steps")
+
+
+def test_two_stages_of_two_context_ranks_do_what_two_context_ranks_do() -> None:
+    bodies, host = some(*CONTEXT_PARALLEL), "reference"
+    uncut = played(2, (host,), Cut(context=2), bodies)
+    cut = played(4, (host,), Cut(context=2, pipeline=2), bodies)
+    for body, context_rank in product(bodies, range(2)):
+        stages = [cut[2 * stage + context_rank][host][body] for stage in range(2)]
+        why = difference(uncut[context_rank][host][body], stages)
+        assert not why, f"{body}, context rank {context_rank}, {why}"
+
+
 DATA_PARALLEL = ("data_is_reduced_over_data_ranks_only", "five_steps", "an_optimizer_step_inside_the_loop")
 DATA_PARALLEL_HOSTS = ("reference", "july")
 

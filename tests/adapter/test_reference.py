@@ -597,3 +597,26 @@ def test_another_number_of_items_on_another_rank_is_refused_by_both() -> None:
     zero, one = on_ranks(wrong_counts, 2)
     assert zero == one
     assert "by rank: [1, 2]" in zero
+
+
+def on_context_ranks(rank: int, context: int) -> Any:
+    """Outputs, gradients and the norm where the loss is a sum over tokens."""
+    trainer = with_slots(ReferenceTrainerRank(build_runtime(cut=Cut(context=context))))
+    outputs = trainer.dp_rank_forward(licence_text_inputs(3, shared_prefix=7, logits=True))
+    torch.stack([-output.target_logprobs.sum() for output in outputs]).sum().backward()
+    reduced = trainer._reduce_dynamic_grads(trainer._checkpoint_slot_params_by_name["A"], scale_grads=1.0)
+    norm = trainer.optim_step(params=ADAM)["grad_norm"]
+    return [(o.target_logprobs.detach(), o.logits.detach()) for o in outputs], reduced, norm
+
+
+def test_context_ranks_share_out_the_tokens_and_add_up_to_one_process(runtime: Runtime) -> None:
+    whole, grads, norm = on_context_ranks(0, 1)
+    shares = on_ranks(on_context_ranks, 2, 2)
+    for place, tensors in enumerate(whole):
+        for number, tensor in enumerate(tensors):
+            found = torch.cat([share[0][place][number] for share in shares])
+            assert len(found) == len(tensor) and all(len(share[0][place][number]) for share in shares)
+            torch.testing.assert_close(found.sort(0).values, tensor.sort(0).values, rtol=1e-4, atol=1e-4)
+    for _, reduced, own_norm in shares:
+        torch.testing.assert_close(reduced, grads, rtol=1e-3, atol=1e-4)
+        assert own_norm == pytest.approx(norm, rel=1e-5)

@@ -14,10 +14,9 @@ from art_adapter.canary import Plan, check_plan
 from art_adapter.topology import Topology, check_supported, table
 
 REFUSED = {
-    "pp+cp": Topology(2, 1, 2, 1, 1),
     "pp+ep": Topology(2, 1, 1, 2, 1),
 }
-RUN_BY_THE_CONFORMANCE_SUITE = {"pp", "pp+dp", "pp+tp", "virtual", "recompute", "tied"}
+RUN_BY_THE_CONFORMANCE_SUITE = {"pp", "pp+dp", "pp+tp", "pp+cp", "virtual", "recompute", "tied"}
 
 
 def test_every_row_is_run_or_refused() -> None:
