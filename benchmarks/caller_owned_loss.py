@@ -1,7 +1,7 @@
 """What the engine adds to a schedule when the caller owns the loss: ``python -m benchmarks.caller_owned_loss``.
 
-Two loads. Sleeping stages: the makespan measured over the makespan simulated. Empty stages: the same steps with nothing
-to do, in microseconds per action. Four drivers under each: the caller's own loop (``Pipeline.stream``), the closed loop
+Stages sleep for known seconds; the makespan measured is put over the makespan simulated, and over the bound of what the
+actions took in that step. Four drivers: the caller's own loop (``Pipeline.stream``), the closed loop
 (``Pipeline.step``), the same schedule in torch, and every rank alone without any pipeline.
 
 The page is caller_owned_loss.md.
@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
@@ -44,7 +44,7 @@ PEER_DRIVERS = ("torch", "alone")
 DRIVERS = ENGINE_DRIVERS + PEER_DRIVERS
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 
-Key = tuple[str, str, str]  # load, schedule, driver
+Key = tuple[str, str]  # schedule, driver
 
 
 @frozen
@@ -53,8 +53,7 @@ class Settings:
 
     drivers: tuple[str, ...]
     schedules: tuple[str, ...]
-    sleeping_repeats: int
-    empty_repeats: int
+    repeats: int
     ranks: tuple[int, ...]
     microbatches: int
     forward: float
@@ -62,9 +61,7 @@ class Settings:
 
     def simulated(self, key: Key, ranks: int) -> float:
         """Makespan of one step if nothing but the sleeping took time."""
-        load, schedule, driver = key
-        if load == "empty":
-            return 0.0
+        schedule, driver = key
         if driver == "alone":
             return self.microbatches * (self.forward + self.backward)
         planned = self.planned(schedule, ranks)
@@ -78,67 +75,67 @@ class Settings:
         return pe.build(schedule, graph_for(schedule, ranks), num_microbatches=self.microbatches)
 
 
+BOTH = ("1f1b", "interleaved")
+FULL = (
+    Settings(DRIVERS, BOTH, repeats=7, ranks=(2, 4, 8), microbatches=16, forward=0.02, backward=0.04),
+    Settings(("stream", "torch"), BOTH, repeats=5, ranks=(4,), microbatches=16, forward=0.05, backward=0.1),
+    Settings(("stream", "torch"), BOTH, repeats=5, ranks=(8,), microbatches=32, forward=0.05, backward=0.1),
+)
+QUICK = (Settings(DRIVERS, ("1f1b",), repeats=3, ranks=(2, 4), microbatches=16, forward=0.02, backward=0.04),)
+
+
 @frozen
 class Row:
-    """One driver of one schedule under one load; ``simulated``: seconds if actions took what they should take."""
+    """One driver of one schedule; ``simulated``: seconds if actions took what they should take."""
 
-    load: str
     schedule: str
     driver: str
     ranks: int
     simulated: float
     makespans: Makespans
 
-    def spread(self, unit: float, decimals: int) -> str:
-        """Median, least and most in units of ``unit`` seconds."""
-        return spread([each / unit for each in self.makespans.measured], decimals)
-
 
 def main() -> None:
-    options = parser().parse_args()
-    sleeping_repeats, empty_repeats = (3, 20) if options.quick else (options.repeats, 100)
-    settings = Settings(
-        tuple(options.only),
-        tuple(options.schedules),
-        sleeping_repeats,
-        empty_repeats,
-        ranks=tuple(options.ranks),
-        microbatches=options.microbatches,
-        forward=options.forward / 1e3,
-        backward=options.backward / 1e3,
-    )
+    options = vars(parser().parse_args())
+    file, planned = options.pop("json"), QUICK if options.pop("quick") else FULL
+    given = {name: value for name, value in options.items() if value is not None}
+    plan = [evolve(planned[0], **given)] if given else planned
     record = Record()
-    rows = [row for ranks in settings.ranks for row in measure(ranks, settings)]
-    print(tables(rows, settings))
-    record.end(options.json, settings=asdict(settings), rows=[asdict(row) for row in rows])
+    found = [(settings, [row for ranks in settings.ranks for row in measure(ranks, settings)]) for settings in plan]
+    print("\n".join(table(rows, settings) for settings, rows in found))
+    print("Engine: what is added to the bound of the times that the stages' own code took in that repeat.\n")
+    record.end(file, runs=[{"settings": asdict(settings), "rows": list(map(asdict, rows))} for settings, rows in found])
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.caller_owned_loss", description=__doc__.splitlines()[0])
-    made.add_argument("--quick", action="store_true", help="fewer repeats: within 90 seconds on two cores")
-    made.add_argument("--only", nargs="+", choices=DRIVERS, default=DRIVERS, metavar="DRIVER", help=", ".join(DRIVERS))
-    made.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=("gpipe", "1f1b"), metavar="SCHEDULE")
-    made.add_argument("--ranks", nargs="+", type=int, default=(2, 4), metavar="P")
-    made.add_argument("--microbatches", type=int, default=16, metavar="M")
-    made.add_argument("--forward", type=float, default=20.0, metavar="MS", help="forward of a rank, milliseconds")
-    made.add_argument("--backward", type=float, default=40.0, metavar="MS", help="backward of a rank, milliseconds")
-    made.add_argument("--repeats", type=int, default=11, metavar="N", help="of sleeping steps")
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.caller_owned_loss",
+        description=f"{__doc__.splitlines()[0]} Any option but --quick and --json replaces the plan by one run.",
+    )
+    made.add_argument("--quick", action="store_true", help="a small plan: within 90 seconds on two cores")
+    made.add_argument("--drivers", nargs="+", choices=DRIVERS, metavar="DRIVER", help=", ".join(DRIVERS))
+    made.add_argument("--schedules", nargs="+", choices=SCHEDULES, metavar="SCHEDULE")
+    made.add_argument("--ranks", nargs="+", type=int, metavar="P")
+    made.add_argument("--microbatches", type=int, metavar="M")
+    made.add_argument("--forward", type=float, metavar="SECONDS", help="forward of a rank")
+    made.add_argument("--backward", type=float, metavar="SECONDS", help="backward of a rank")
+    made.add_argument("--repeats", type=int, metavar="N")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every makespan as data")
     return made
 
 
 def measure(ranks: int, settings: Settings) -> list[Row]:
-    repeats = settings.sleeping_repeats + settings.empty_repeats
-    limit = SECONDS_TO_START + 4 * repeats * len(settings.drivers) * len(settings.schedules)
+    longest = 2 * (settings.forward + settings.backward) * (settings.microbatches + ranks) + 2
+    limit = SECONDS_TO_START + longest * settings.repeats * len(settings.drivers) * len(settings.schedules)
     by_rank: list[dict[Key, list[Repeat]]] = run_ranks(repeats_on_rank, ranks, ranks, settings, timeout=limit)
     return [row_of(key, ranks, settings, [repeats[key] for repeats in by_rank]) for key in by_rank[0]]
 
 
 def row_of(key: Key, ranks: int, settings: Settings, by_rank: list[list[Repeat]]) -> Row:
-    planned = settings.planned(key[1], ranks)
+    planned = settings.planned(key[0], ranks)
 
     def bound_of(step: Sequence[Repeat]) -> float:
-        return max(map(busy, step)) if key[2] == "alone" else bound_of_step(planned, step)
+        return max(map(busy, step)) if key[1] == "alone" else bound_of_step(planned, step)
 
     return Row(*key, ranks, settings.simulated(key, ranks), Makespans.of(by_rank, bound_of))
 
@@ -150,10 +147,6 @@ def busy(step: Repeat) -> float:
 def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list[Repeat]]:
     """Every repeat on this rank; drivers take turns."""
     inputs = list(torch.zeros(settings.microbatches, ROWS, WIDTH))
-    loads = {
-        "empty": (settings.empty_repeats, 0.0, 0.0),
-        "sleeping": (settings.sleeping_repeats, settings.forward, settings.backward),
-    }
     found: dict[Key, list[Repeat]] = {}
     for schedule in settings.schedules:
         graph = graph_for(schedule, ranks)
@@ -161,13 +154,12 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
         with drivers_of(schedule, graph, stages, inputs, settings.drivers) as drivers:
             for step in drivers.values():
                 warm_up(step, stages, ROWS * len(inputs))
-            for load, (repeats, forward, backward) in loads.items():
-                for stage in stages.values():
-                    half = backward / 2 / len(stages)
-                    stage.naps = Naps(forward / len(stages), half, half)
-                for _ in range(repeats):
-                    for driver, step in drivers.items():
-                        found.setdefault((load, schedule, driver), []).append(timed(step, stages))
+            for stage in stages.values():
+                half = settings.backward / 2 / len(stages)
+                stage.naps = Naps(settings.forward / len(stages), half, half)
+            for _ in range(settings.repeats):
+                for driver, step in drivers.items():
+                    found.setdefault((schedule, driver), []).append(timed(step, stages))
     return found
 
 
@@ -199,30 +191,22 @@ def run_alone(stages: Mapping[int, Sleeping], inputs: list[Tensor]) -> None:
             loss_of(stage(hidden)).backward()
 
 
-def tables(rows: list[Row], settings: Settings) -> str:
-    """Both loads; an action is the forward or the backward of one microbatch."""
-    actions = 2 * settings.microbatches
+def table(rows: list[Row], settings: Settings) -> str:
+    """A line for each driver."""
     nominal = f"{settings.forward * 1e3:g} ms forward, {settings.backward * 1e3:g} ms backward"
-    sleeping = [
-        (*place(row), f"{row.simulated:.3f} s", row.spread(row.simulated, 3), f"{row.makespans.share:.1f} %")
+    lines = [
+        (
+            str(row.ranks),
+            row.schedule,
+            row.driver,
+            f"{row.simulated:.3f} s",
+            spread([each / row.simulated for each in row.makespans.measured]),
+            f"{row.makespans.share:.1f} %",
+        )
         for row in rows
-        if row.load == "sleeping"
     ]
-    empty = [(*place(row), row.spread(actions / 1e6, 0)) for row in rows if row.load == "empty"]
-    heads = ["ranks", "schedule", "driver"]
-    return "\n".join(
-        [
-            f"Sleeping stages, {nominal}, {settings.microbatches} microbatches: measured over simulated.\n",
-            markdown([*heads, "simulated", "over simulated", "engine"], sleeping),
-            "\nEngine: what is added to the bound of the times that the stages' own code took in that repeat.",
-            f"\nEmpty stages: microseconds per action, {actions} actions per rank.\n",
-            markdown([*heads, "microseconds"], empty) + "\n",
-        ]
-    )
-
-
-def place(row: Row) -> tuple[str, str, str]:
-    return str(row.ranks), row.schedule, row.driver
+    heads = ["ranks", "schedule", "driver", "simulated", "over simulated", "engine"]
+    return f"{nominal}, {settings.microbatches} microbatches, {settings.repeats} repeats\n\n{markdown(heads, lines)}\n"
 
 
 if __name__ == "__main__":
