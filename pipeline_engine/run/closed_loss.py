@@ -21,13 +21,13 @@ def collects_losses(call: Call, loss_fn: LossFunction) -> list[torch.Tensor]:
     losses: list[torch.Tensor] = []
 
     def compute(microbatch: int, cargo: Cargo) -> None:
-        argument = receive(cargo, differentiate=call.modes.differentiates)
+        outputs, entry = receive(cargo, differentiate=call.modes.differentiates)
         number = call.order[microbatch]
-        loss = _checked(loss_fn(argument.tree, number), number)
+        loss = _checked(loss_fn(outputs, number), number)
         if call.modes.differentiates:
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            call.executor.give(microbatch, argument.grads)
+            call.executor.give(microbatch, entry.grads)
         losses.append(loss.detach())
 
     call.executor.on_yield = compute

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 
 import torch
 from attrs import frozen
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from pipeline_engine.run.products import (
     Node,
@@ -70,11 +70,11 @@ class WeightPart:
 
     Attributes:
         split: with the products whose weights wait for it.
-        roots, grads: outputs of the stage and their gradients, if the whole backward waits for it.
+        roots, grads: where the gradients of the stage's outputs go in, and these, if the whole backward waits for it.
     """
 
     split: Split
-    roots: Sequence[torch.Tensor] = ()
+    roots: Sequence[GradientEdge] = ()
     grads: Sequence[torch.Tensor] = ()
 
     def run(self, *, retain_graph: bool) -> None:
@@ -86,14 +86,14 @@ class WeightPart:
 
 
 def run_input_part(
-    split: Split, roots: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
+    split: Split, roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]
 ) -> WeightPart:
     """Run the first part of a backward; what is left is returned.
 
     Args:
         split: of the graph of ``roots``; something is deferred.
-        roots: outputs of a stage.
-        grads: their gradients.
+        roots: where the gradients of a stage's outputs go in.
+        grads: these gradients.
         anchors: leaves behind the received inputs; asking for them brings the gradients to the taps.
     """
     with ExitStack() as stack:
@@ -103,7 +103,7 @@ def run_input_part(
     return WeightPart(split)
 
 
-def plan_split(roots: Sequence[torch.Tensor], anchors: Sequence[torch.Tensor]) -> Split:
+def plan_split(roots: Sequence[GradientEdge], anchors: Sequence[torch.Tensor]) -> Split:
     """Find out which weights of a stage's graph can be deferred."""
     graph = _Graph.of(roots)
     if any(node.name() == REENTRANT for node in graph.nodes):
@@ -152,11 +152,11 @@ class _Graph:
     entries: frozenset[Node]
 
     @classmethod
-    def of(cls, roots: Sequence[torch.Tensor]) -> _Graph:
+    def of(cls, roots: Sequence[GradientEdge]) -> _Graph:
         order: dict[Node, None] = {}
         parents: defaultdict[Node, list[tuple[Node, int]]] = defaultdict(list)
         seen: set[Node] = set()
-        entries = [get_gradient_edge(root).node for root in roots]
+        entries = [root.node for root in roots]
         stack: list[tuple[Node, bool]] = [(node, False) for node in entries]
         while stack:
             node, is_left = stack.pop()

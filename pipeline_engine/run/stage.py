@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from attrs import define, frozen
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
@@ -44,16 +45,14 @@ class _Received(torch.autograd.Function):
 
 
 @frozen(eq=False)
-class Argument:
-    """What a stage is called with in the place of a received cargo.
+class Entry:
+    """Where the gradients of a received cargo come out.
 
     Attributes:
-        tree: the tree of the cargo, its tensors with a history that ends at the taps.
         taps: for each leaf of the cargo, where its gradient comes out.
         anchors: the leaf behind that history, if there is one: a backward that asks for it fills the taps.
     """
 
-    tree: Any
     taps: tuple[Tap, ...]
     anchors: tuple[torch.Tensor, ...]
 
@@ -63,36 +62,39 @@ class Argument:
         return tuple(tap.grad for tap in self.taps)
 
 
-def receive(cargo: Cargo, *, differentiate: bool) -> Argument:
-    """Turn a cargo into an argument.  The tensors of ``cargo`` are used up: it must not be read again."""
+def receive(cargo: Cargo, *, differentiate: bool) -> tuple[Any, Entry]:
+    """What a stage is called with in the place of a cargo: its tree, whose tensors have a history that ends at taps.
+
+    The tensors of ``cargo`` are used up: it must not be read again.
+    """
     taps = tuple(Tap() for _ in cargo.leaves)
     if not differentiate or not any(cargo.needs_grad):
-        return Argument(cargo.tree(), taps, ())
+        return cargo.tree(), Entry(taps, ())
     leaves = [
         _Received.apply(ANCHOR, tap, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
         for leaf, wanted, tap in zip(cargo.leaves, cargo.needs_grad, taps, strict=True)
     ]
-    return Argument(cargo.tree(leaves), taps, (ANCHOR,))
+    return cargo.tree(leaves), Entry(taps, (ANCHOR,))
 
 
 @frozen(eq=False)
 class Ran:
-    """What a forward leaves behind for its backward.
+    """What a forward leaves behind for its backward: the graph, and of tensors only what the graph saved.
 
     Attributes:
-        arguments: those that were received.
-        outputs: leaves of what the stage returned, each once; the tensors hold the graph.
+        entries: by received argument, where its gradients come out.
+        exits: by leaf of what the stage returned, each once: where its gradient goes in; None if it wants none.
     """
 
-    arguments: tuple[Argument, ...]
-    outputs: tuple[Any, ...]
+    entries: tuple[Entry, ...]
+    exits: tuple[GradientEdge | None, ...]
 
     def backward(self, grads: Grads, *, retain_graph: bool) -> tuple[Grads, ...]:
         """Run the stage's backward; returns the gradients of each received argument."""
         roots, root_grads = self._roots(grads)
         if roots:
             torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
-        return tuple(argument.grads for argument in self.arguments)
+        return tuple(entry.grads for entry in self.entries)
 
     def backward_input(self, grads: Grads, *, retain_graph: bool) -> tuple[tuple[Grads, ...], WeightPart]:
         """Run the first half of a split backward; returns the gradients of each argument, and the second half.
@@ -101,9 +103,9 @@ class Ran:
         of is left to the second half.
         """
         roots, root_grads = self._roots(grads)
-        anchors = [anchor for argument in self.arguments for anchor in argument.anchors]
+        anchors = [anchor for entry in self.entries for anchor in entry.anchors]
         if not anchors:
-            return tuple(argument.grads for argument in self.arguments), WeightPart(UNASKED, roots, root_grads)
+            return tuple(entry.grads for entry in self.entries), WeightPart(UNASKED, roots, root_grads)
         split = plan_split(roots, anchors)
         if split.deferred:
             part = run_input_part(split, roots, root_grads, anchors)
@@ -111,18 +113,16 @@ class Ran:
             part = WeightPart(split)
             if roots:
                 torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
-        return tuple(argument.grads for argument in self.arguments), part
+        return tuple(entry.grads for entry in self.entries), part
 
-    def _roots(self, grads: Grads) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Outputs that have a gradient, and the gradients; taps are emptied for them."""
-        for tap in (tap for argument in self.arguments for tap in argument.taps):
+    def _roots(self, grads: Grads) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Exits that have a gradient, and the gradients; taps are emptied for them."""
+        for tap in (tap for entry in self.entries for tap in entry.taps):
             tap.grad = None
         roots = [
-            (output, grad)
-            for output, grad in zip(self.outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
+            (root, grad) for root, grad in zip(self.exits, grads, strict=True) if grad is not None and root is not None
         ]
-        return [output for output, _ in roots], [grad for _, grad in roots]
+        return [root for root, _ in roots], [grad for _, grad in roots]
 
 
 def run_forward(
@@ -140,7 +140,12 @@ def run_forward(
     Returns:
         What it returned, detached, and what its backward needs (None if there will be none).
     """
-    arguments = tuple(receive(cargo, differentiate=keep) for cargo in received)
-    returned = stage(*(argument.tree for argument in arguments), *inputs, **shared)
+    arguments = [receive(cargo, differentiate=keep) for cargo in received]
+    returned = stage(*(tree for tree, _ in arguments), *inputs, **shared)
     cargo, outputs = Cargo.with_leaves(returned)
-    return cargo, Ran(arguments, outputs) if keep else None
+    return cargo, Ran(tuple(entry for _, entry in arguments), tuple(map(_exit, outputs))) if keep else None
+
+
+def _exit(output: Any) -> GradientEdge | None:
+    wants_grad = isinstance(output, torch.Tensor) and output.requires_grad
+    return get_gradient_edge(output) if wants_grad else None

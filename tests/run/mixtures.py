@@ -149,6 +149,13 @@ class Mixture:
     with_grad: frozenset[int]
     entry: str
 
+    def has(self, kind: str) -> bool:
+        """Whether a stage returns a leaf of this kind."""
+        found: list[str] = []
+        for recipe in self.recipes:
+            cooked(recipe, found.append)
+        return kind in found
+
     def stage(self, number: int) -> Mixing:
         cuts = frozenset(microbatch for stage, microbatch in self.cuts if stage == number)
         return Mixing(number, self.recipes[number], number in self.frozen, cuts)

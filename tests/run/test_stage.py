@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -240,10 +241,25 @@ def test_buffers_and_random_numbers_are_touched_once_per_microbatch() -> None:
 
 
 def test_received_tensors_are_no_leaves_and_no_views() -> None:
-    received = receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=True)
-    assert received.tree.requires_grad and not received.tree.is_leaf and not received.tree._is_view()
-    assert len(received.taps) == 1
-    assert not receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=False).tree.requires_grad
+    received, entry = receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=True)
+    assert received.requires_grad and not received.is_leaf and not received._is_view()
+    assert len(entry.taps) == 1
+    assert not receive(Cargo.of(torch.ones(2, requires_grad=True)), differentiate=False)[0].requires_grad
+
+
+def test_of_tensors_only_what_the_graph_saved_is_kept_for_the_backward() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        output = x + 1  # its backward needs neither
+        seen.extend((weakref.ref(x), weakref.ref(output)))
+        return output
+
+    cargo, ran = run_forward(stage, [Cargo.of(torch.ones(2, requires_grad=True))], (), {}, keep=True)
+    assert [each() for each in seen] == [None, None]
+    assert ran is not None
+    (gradients,) = ran.backward((torch.full((2,), 3.0),), retain_graph=False)
+    assert cargo.needs_grad == (True,) and gradients[0].tolist() == [3.0, 3.0]
 
 
 def test_without_a_backward_to_come_nothing_is_kept() -> None:
