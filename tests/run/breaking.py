@@ -81,12 +81,11 @@ class Cell:
         if self.in_callers_code:
             return "the caller's code"
         stage = self.rank
-        half = "Weight" if stage else "Input"  # of what wants no input gradient nothing is put off
         return {
             "forward": rf"{stage}F2 \(forward of stage {stage}, microbatch 2\)",
             "memory": rf"{stage}F2 \(forward of stage {stage}, microbatch 2\)",
             "backward": rf"{stage}B2 \(backward of stage {stage}, microbatch 2\)",
-            "weight": rf"{stage}{half[0]}(\d) \(backward{half.lower()} of stage {stage}, microbatch \1\)",
+            "weight": rf"{stage}W(\d) \(backwardweight of stage {stage}, microbatch \1\)",
             "send": r"send:d?[xy]\[(\d,)?\d\]>\d \(send of the .*, to rank \d\)",
             "receive": r"recv:d?[xy]\[(\d,)?\d\]<\d \(receive of the .*, from rank \d\)",
             "publish": rf"{stage}F2 \(forward of stage {stage}, microbatch 2\)",
