@@ -22,6 +22,7 @@ from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.plan.waves import WavesReplica
 from pipeline_engine.run.agreement import Held, Word, agree, passed
+from pipeline_engine.run.buffers import buffers_of
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.closed_loss import LossFunction, collects_losses
 from pipeline_engine.run.doing import Doing, report
@@ -54,7 +55,8 @@ class Pipeline:
 
     Args:
         stages: this rank's stages by number; a stage is any callable ``stage(*inputs, **shared)`` that returns a
-            tree of tensors.
+            tree of tensors.  Of a ``torch.nn.Module`` the buffers are followed: what forwards that ran ahead and were
+            dropped have done to them is undone.
         graph: the stage graph.
         schedule: a name of ``SCHEDULES``, or a ``Schedule`` of the caller's own.
         transport: moves messages between the ranks of this pipeline.
@@ -122,7 +124,7 @@ class Pipeline:
             if transport.has_raised:
                 self._settle()
             check_fit(stages, graph, transport)
-            self._stages = dict(stages)
+            self._stages, self._buffers = dict(stages), buffers_of(stages)
             self._ordering = check_ordering(order)
             fitting = self._schedule_for(schedule.num_microbatches if isinstance(schedule, Schedule) else 1)
             if on_last_backward is not None:
@@ -249,7 +251,8 @@ class Pipeline:
         To be called right before an optimizer step or any other change of state, which
         cannot be detected, and may be called inside the loop over a stream.  The backwards of all that was given are
         finished, so that the gradients are those of one process.  Forwards that ran ahead of the caller are dropped;
-        they run again, under the new state and with the same random numbers, when he asks for their outputs.
+        they run again, under the new state and with the same random numbers, when he asks for their outputs.  Buffers
+        of stages are what they were before them.
         """
         self._check_open()
         for call in self._calls:
@@ -323,6 +326,7 @@ class Pipeline:
             rank=self._transport.rank,
             graph=self._graph,
             stages=self._stages,
+            buffers=self._buffers,
             microbatches=source,
             mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes, self._traffic),
             channels=self._channels,

@@ -76,6 +76,7 @@ class Call:
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self._play("ask", microbatch)
+        self.executor.count(microbatch)
         handed, self._handed = self._handed, None
         return handed
 

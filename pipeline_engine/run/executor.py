@@ -35,6 +35,7 @@ from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.lifetimes import outlives_its_sends, reads
 from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
 from pipeline_engine.run import wire
+from pipeline_engine.run.buffers import Buffers
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.doing import Doing, describe, report
 from pipeline_engine.run.last_backward import LastBackward
@@ -58,6 +59,7 @@ class Executor:
         rank: this rank.
         graph: the stage graph.
         stages: this rank's stages by number.
+        buffers: of those stages that have any; what a forward does to them is undone unless it is yielded.
         microbatches: the caller's inputs.
         mailbox: where messages come and go.
         channels: all channels of the pipeline.
@@ -82,6 +84,7 @@ class Executor:
     rank: int
     graph: StageGraph
     stages: Mapping[int, StageFunction]
+    buffers: Mapping[int, Buffers]
     microbatches: Microbatches
     mailbox: Mailbox
     channels: tuple[Channel, ...]
@@ -152,6 +155,11 @@ class Executor:
         if self.rank == self.graph.rank_of[self.graph.last_stage]:
             self._keep(_output_grad(microbatch), grads)
 
+    def count(self, microbatch: int) -> None:
+        """The caller has its output: what its forwards did to buffers stays."""
+        for buffers in self.buffers.values():
+            buffers.count(self.call, microbatch)
+
     def discard(self, microbatches: Iterable[int]) -> None:
         """Free what is kept of microbatches that were dropped."""
         dropped = set(microbatches)
@@ -165,6 +173,7 @@ class Executor:
         """Free what is kept of microbatches that have not been yielded, to run them again."""
         known = {value.microbatch for value in self._values} | {microbatch for _, microbatch in self._ran}
         self.discard(known - self.yielded)
+        self._put_back_buffers()
 
     def clear(self) -> None:
         """Free everything."""
@@ -174,6 +183,7 @@ class Executor:
         self._sizes.clear()
         self._random_states.clear()
         self.microbatches.clear()
+        self._put_back_buffers()
 
     @property
     def held(self) -> int:
@@ -184,7 +194,7 @@ class Executor:
         given = self.microbatches[microbatch]
         received = [self._received(_activation(before, microbatch)) for before in self.graph.before(stage)]
         inputs = given.inputs if stage == 0 else ()
-        with self._randomness(stage, microbatch, received) as state_after:
+        with self._randomness(stage, microbatch, received) as state_after, self._following(stage, microbatch):
             cargo, ran = run_forward(self.stages[stage], received, inputs, given.shared, keep=self.differentiates)
             cargo = self._safe(cargo, stage)
             if states := state_after():
@@ -239,6 +249,16 @@ class Executor:
             return state
         self._random_states[stage, microbatch] = RandomState.now()
         return None
+
+    def _following(self, stage: int, microbatch: int) -> AbstractContextManager[object]:
+        """Around a forward that may be dropped before it is yielded."""
+        if self.hands_out and (buffers := self.buffers.get(stage)) is not None:
+            return buffers.followed(self.call, microbatch)
+        return _UNFOLLOWED
+
+    def _put_back_buffers(self) -> None:
+        for buffers in self.buffers.values():
+            buffers.put_back(self.call)
 
     def _backward(self, stage: int, microbatch: int) -> None:
         grads, (ran, retain) = self._output_grads(stage, microbatch), self._take_ran(stage, microbatch)
@@ -345,6 +365,8 @@ class Executor:
 
 
 _AS_THEY_COME: AbstractContextManager[Callable[[], tuple[torch.Tensor, ...]]] = nullcontext(tuple)
+
+_UNFOLLOWED: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager
