@@ -10,42 +10,49 @@ import time
 import warnings
 from pathlib import Path
 
+from .progress import progress
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
     options = _parser().parse_args(arguments)
+    try:
+        return _canary(options)
+    except KeyboardInterrupt:
+        print("canary: stopped", file=sys.stderr)
+        return 130  # as a shell has it
+
+
+def _canary(options: argparse.Namespace) -> int:
+    """Train over the pipeline and on one stage, and say how they compare; ``--json -`` has stdout for itself."""
+    only_data = options.json == Path("-")
+    words = sys.stderr if only_data else sys.stdout
     _silence_megatron()
     from .canary import Plan, check_plan, run
     from .comparison import as_data, as_table, compare
     from .topology import UnsupportedTopologyError
 
-    plan = Plan(
-        pp=options.pp,
-        dp=options.dp,
-        tp=options.tp,
-        cp=options.cp,
-        virtual=options.virtual,
-        schedule=options.schedule,
-        steps=options.steps,
-    )
+    plan = Plan(**{size: getattr(options, size) for size in ("pp", "dp", "tp", "cp", "virtual", "schedule", "steps")})
     try:
         check_plan(plan)
     except (ValueError, UnsupportedTopologyError) as error:
         print(f"canary: {error}", file=sys.stderr)
         return 2
-    started = time.perf_counter()
     cut = f"pp={plan.pp} dp={plan.dp} tp={plan.tp} cp={plan.cp} virtual={plan.virtual}"
     sizes = f"{cut}, schedule {plan.schedule_that_runs}, {plan.steps} steps"
-    print(f"{plan.ranks} processes over {plan.host}: {sizes}", flush=True)
-    pipelined = run(plan)
-    print(f"{plan.on_one_stage().ranks} process(es): the same on one stage", flush=True)
-    reference = run(plan.on_one_stage())
-    checks = compare(plan, pipelined, reference)
-    result = as_data(plan, pipelined, time.perf_counter() - started, checks)
-    print(as_table(checks))
-    print(f"{'all hold' if result['ok'] else 'SOME DO NOT HOLD'}, {result['seconds']:.1f} s")
+    started = time.perf_counter()
+    found = []
+    for each, what in ((plan, f" over {plan.host}: {sizes}"), (plan.on_one_stage(), ": the same on one stage")):
+        print(f"{each.ranks} process{'es' if each.ranks > 1 else ''}{what}", file=words, flush=True)
+        with progress("optimizer steps", plan.steps, silent=only_data) as step:
+            found.append(run(each, step))
+    checks = compare(plan, *found)
+    result = as_data(plan, found[0], time.perf_counter() - started, checks)
+    print(as_table(checks), file=words)
+    print(f"{'all hold' if result['ok'] else 'SOME DO NOT HOLD'}, {result['seconds']:.1f} s", file=words)
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        data = json.dumps(result, indent=2) + "\n"
+        sys.stdout.write(data) if only_data else options.json.write_text(data)
     return 0 if result["ok"] else 1
 
 
@@ -66,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     canary.add_argument("--virtual", type=_at_least_one, default=1, help="model chunks per rank (default 1)")
     canary.add_argument("--schedule", help="name of the pipeline schedule (default: what fits the stages)")
     canary.add_argument("--steps", type=_at_least_one, default=3, help="optimizer steps (default 3)")
-    canary.add_argument("--json", type=Path, metavar="FILE", help="write the result as data")
+    canary.add_argument("--json", type=Path, metavar="FILE", help="write the result as data; - is stdout")
     return parser
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 import pipeline_engine as pe
-from pipeline_engine.launch import run_ranks
+from pipeline_engine.launch import run_ranks, tell
 
 from .canary_host import CanaryHost, canary_host, host_name
 from .compat import slot_parameters_by_name
@@ -90,14 +90,24 @@ class Plan:
         return attrs.evolve(self, pp=1, virtual=1)
 
 
-def run(plan: Plan) -> list[Seen]:
+def run(plan: Plan, on_step: Callable[[], object] = lambda: None) -> list[Seen]:
     """Run the training in ``plan.ranks`` processes; what each rank saw, by rank.
+
+    Args:
+        plan: what to run.
+        on_step: called after each optimizer step of the first rank.
 
     Raises:
         RuntimeError: a rank raised or died.
         TimeoutError: it took longer than ``plan.timeout`` seconds.
     """
-    return [pickle.loads(seen) for seen in run_ranks(train, plan.ranks, plan, timeout=plan.timeout)]
+
+    def hear(rank: int, news: str) -> None:
+        if rank == 0:
+            on_step()
+
+    found = run_ranks(train, plan.ranks, plan, timeout=plan.timeout, on_news=hear)
+    return [pickle.loads(seen) for seen in found]
 
 
 def train(rank: int, plan: Plan) -> bytes:
@@ -235,6 +245,7 @@ def _step(host: CanaryHost, trainer: Any, head: torch.nn.Module, step: int) -> d
     seen["gradient norm"] = {"before clipping": torch.tensor(result["grad_norm"], dtype=torch.float64)}
     seen["parameters"] = {name: p.detach().clone() for name, p in slot_parameters_by_name(trainer)}
     seen["head parameters"] = {name: p.detach().clone() for name, p in head.named_parameters()}
+    tell("step")
     return seen
 
 

@@ -96,10 +96,10 @@ def _misplaced(pipelined: Sequence[Seen], reference: Sequence[Seen]) -> float:
 
 
 def _too_many(plan: Plan, pipelined: Sequence[Seen]) -> float:
-    """By how many the live decoder graphs of any rank exceeded the schedule's figure."""
+    """By how many the live decoder graphs of any rank exceeded those of its schedule when windows run ahead freely."""
     excess = 0
     for seen in pipelined:
-        schedule = pe.build(plan.schedule_that_runs, plan.graph, seen.num_windows)
+        schedule = pe.in_waves(plan.schedule_that_runs, plan.graph, [1] * seen.num_windows)
         allowed = pe.simulate(schedule, pe.Costs()).peak_in_flight[seen.stage]
         excess = max(excess, seen.peak_in_flight - allowed)
     return float(excess)

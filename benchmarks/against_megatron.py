@@ -21,6 +21,7 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
+from art_adapter.progress import say, with_bar
 from art_adapter.tiny_gpt import (
     Cut,
     Shape,
@@ -147,10 +148,10 @@ class SleepingChunk(nn.Module):
 def main() -> None:
     options = parser().parse_args()
     record, found = Record(), []
-    for settings in plans(options):
+    for settings in with_bar(plans(options), "loads"):
         seconds = measure(settings)
         found.append({**asdict(settings, recurse=False), "load": str(settings.load), "seconds": seconds})
-        print(table(seconds, settings), end="\n\n", flush=True)
+        say(f"{table(seconds, settings)}\n")
     record.end(options.json, measured=found)
 
 

@@ -21,12 +21,13 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
+from art_adapter.progress import progress
 from benchmarks.record import Record
 from benchmarks.steps import graph_for
 from benchmarks.tables import markdown, ratios
 from benchmarks.torch_peer import torch_step
 from benchmarks.transformer import Shape, cut, next_token_loss, text
-from pipeline_engine.launch import run_ranks
+from pipeline_engine.launch import run_ranks, tell
 
 PEERS = {  # torch's schedules beside each of ours
     "gpipe": ("gpipe",),
@@ -67,10 +68,12 @@ def main() -> None:
     settings = Settings(tuple(options.schedules), tuple(options.microbatches), repeats, shape)
     record = Record()
     limit = SECONDS_TO_START + 2.0 * len(PEERS) * (len(OWN) + 2) * (repeats + 2) * sum(settings.microbatches)
-    seconds = run_ranks(seconds_on_rank, RANKS, settings, timeout=limit)[0]
+    with progress("cases", len(settings.microbatches) * len(settings.schedules)) as case_done:
+        found = run_ranks(seconds_on_rank, RANKS, settings, timeout=limit, on_news=lambda rank, case: case_done())
+    seconds: dict[Key, Seconds] = found[0]
     print(f"{shape}, {RANKS} ranks\n\n" + "\n".join(table(seconds, count) for count in settings.microbatches))
-    found = [{"microbatches": key[0], "schedule": key[1], "seconds": each} for key, each in seconds.items()]
-    record.end(options.json, settings=asdict(settings), found=found)
+    data = [{"microbatches": key[0], "schedule": key[1], "seconds": each} for key, each in seconds.items()]
+    record.end(options.json, settings=asdict(settings), found=data)
 
 
 def seconds_on_rank(rank: int, settings: Settings) -> dict[Key, Seconds]:
@@ -92,6 +95,8 @@ def seconds_on_rank(rank: int, settings: Settings) -> dict[Key, Seconds]:
                 for _ in range(settings.repeats):
                     for driver, step in drivers.items():
                         found[count, schedule][driver].append(timed(step, stages))
+            if rank == 0:
+                tell((count, schedule))
     return found
 
 

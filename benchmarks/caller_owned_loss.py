@@ -19,6 +19,7 @@ from attrs import asdict, evolve, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping
 from benchmarks.steps import (
@@ -101,7 +102,9 @@ def main() -> None:
     given = {name: value for name, value in options.items() if value is not None}
     plan = [evolve(planned[0], **given)] if given else planned
     record = Record()
-    found = [(settings, [row for ranks in settings.ranks for row in measure(ranks, settings)]) for settings in plan]
+    cases = [(settings, ranks) for settings in plan for ranks in settings.ranks]
+    measured = {case: measure(*case) for case in with_bar(cases, "pipelines")}
+    found = [(each, [row for ranks in each.ranks for row in measured[each, ranks]]) for each in plan]
     print("\n".join(table(rows, settings) for settings, rows in found))
     print("Engine: what is added to the bound of the times that the stages' own code took in that repeat.\n")
     record.end(file, runs=[{"settings": asdict(settings), "rows": list(map(asdict, rows))} for settings, rows in found])
@@ -124,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def measure(ranks: int, settings: Settings) -> list[Row]:
+def measure(settings: Settings, ranks: int) -> list[Row]:
     longest = 2 * (settings.forward + settings.backward) * (settings.microbatches + ranks) + 2
     limit = SECONDS_TO_START + longest * settings.repeats * len(settings.drivers) * len(settings.schedules)
     by_rank: list[dict[Key, list[Repeat]]] = run_ranks(repeats_on_rank, ranks, ranks, settings, timeout=limit)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pipeline_engine as pe
+from art_adapter.progress import say, with_bar
 from benchmarks.sleeping import nap
 from pipeline_engine.launch import HOST, run_ranks
 
@@ -187,13 +188,13 @@ def main() -> None:
     print("| ranks | fault | repeats | median, ms | 95th percentile, ms | most, ms | usable again after, ms (most) |")
     print("|---|---|---|---|---|---|---|")
     figures = []
-    for ranks in given.ranks:
+    for ranks in with_bar(given.ranks, "numbers of ranks"):
         for fault in FAULTS:
             figures.append(measured(ranks, fault, given.repeats))
-            print(row(figures[-1]), flush=True)
+            say(row(figures[-1]))
         if given.deaths:
             figures.append(killed(ranks, given.deaths))
-            print(row(figures[-1]), flush=True)
+            say(row(figures[-1]))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1))
 

@@ -19,6 +19,7 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.allocations import counted
 from benchmarks.record import Record
 from benchmarks.steps import graph_for
@@ -77,7 +78,7 @@ def main() -> None:
     record = Record()
     microbatches = (8,) if options.quick else tuple(options.microbatches)
     found = []
-    for ranks in options.ranks:
+    for ranks in with_bar(options.ranks, "numbers of ranks"):
         cases = tuple(Case(name, ranks, count) for name in options.schedules for count in microbatches)
         settings = Settings(cases, 2 if options.quick else options.repeats, Shape(8, 128, 4, 256, options.tokens))
         by_rank = run_ranks(held_on_rank, ranks, settings, timeout=600.0)

@@ -19,6 +19,7 @@ import torch
 from attrs import asdict, frozen
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.caller_owned_loss import SCHEDULES, drivers_of
 from benchmarks.record import Record
 from benchmarks.sleeping import Sleeping
@@ -83,7 +84,7 @@ def main() -> None:
     schedules = options.schedules or (("1f1b", "interleaved") if options.quick else SCHEDULES)
     settings = Settings(tuple(schedules), tuple(options.ranks), options.microbatches, 20 if options.quick else 100)
     record = Record()
-    rows = [row for ranks in settings.ranks for row in measure(ranks, settings)]
+    rows = [row for ranks in with_bar(settings.ranks, "numbers of ranks") for row in measure(ranks, settings)]
     parts = profile(settings)
     print(tables(rows, parts, settings))
     data = {"rows": [asdict(row) for row in rows], "profile": [asdict(part) for part in parts]}

@@ -19,6 +19,7 @@ from pathlib import Path
 from attrs import asdict, evolve, frozen
 
 import pipeline_engine as pe
+from art_adapter.progress import say, with_bar
 from pipeline_engine.plan.order import Order, frugal_starts, in_order, smallest_at_both_ends, starts, weighted
 from pipeline_engine.plan.outline import Outline
 
@@ -77,9 +78,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     rows = []
-    for setting in settings():
+    for setting in with_bar(list(settings()), "settings"):
         rows.append(measured(setting, given.draws))
-        print(line(rows[-1]), flush=True)
+        say(line(rows[-1]))
     print("\n".join([HEAD, *map(line, rows)]))
     print(f"worst planned: {max(max(row.planned) for row in rows):.3f}")
     if given.json:

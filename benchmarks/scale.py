@@ -19,6 +19,7 @@ from typing import TypeVar
 from attrs import frozen
 
 import pipeline_engine as pe
+from art_adapter.progress import say, with_bar
 from pipeline_engine.plan.actions import Compute
 from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.check import check_computing
@@ -137,8 +138,8 @@ def main(names: list[str]) -> None:
     print(f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print("| case | schedule | ranks x microbatches | actions or events | seconds (processor) | peak GiB | us each |")
     print("|---|---|---|---|---|---|---|")
-    for name in names or list(CASES):
-        print(_row(name), flush=True)
+    for name in with_bar(names or list(CASES), "cases"):
+        say(_row(name))
 
 
 def _row(name: str) -> str:

@@ -15,6 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from attrs import asdict, evolve, frozen
 
 import pipeline_engine as pe
+from art_adapter.progress import say, with_bar
 from benchmarks.record import Record
 from benchmarks.sleeping import Sleeping
 from benchmarks.steps import ROWS, SECONDS_TO_START, WIDTH, streaming, warm_up
@@ -94,9 +96,9 @@ def main() -> None:
     record = Record()
     series = {name: cases for name, cases in series_of(options.quick).items() if name in options.grows}
     costs: dict[Case, Cost] = {}
-    for case in dict.fromkeys(case for cases in series.values() for case in cases):
+    for case in with_bar(list(dict.fromkeys(chain.from_iterable(series.values()))), "cases"):
         costs[case] = measured(case, 3 if options.quick else options.repeats)
-        print(" ".join(row(case, costs[case])), flush=True)
+        say(" ".join(row(case, costs[case])))
     print(tables(series, costs))
     if options.svg:
         draw(series, costs, options.svg)
@@ -172,7 +174,7 @@ def resident() -> float:
 
 
 def peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # counted in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # with_bar in KiB
 
 
 def tables(series: dict[str, list[Case]], costs: dict[Case, Cost]) -> str:

@@ -22,6 +22,7 @@ from attrs import asdict, frozen
 from torch import nn
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.record import Record
 from benchmarks.tables import markdown
 from pipeline_engine.launch import run_ranks
@@ -244,7 +245,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     record = Record()
-    found = [each.run(given.schedule, given.seed) for each in given.soaks]
+    found = [each.run(given.schedule, given.seed) for each in with_bar(given.soaks, "pipelines")]
     print(markdown(HEADS, map(row, found)))
     for each in found:
         print(f"passes over {each['ranks']} ranks: {dict(sorted(each['passes'].items()))}")

@@ -27,6 +27,7 @@ from art_adapter import AdamParams, ForwardInput, ReferenceTrainerRank, TrainerR
 from art_adapter.compat import boundary_input, presented_as_one_stage
 from art_adapter.memory import forward_bytes, output_bytes
 from art_adapter.pace import Agreed
+from art_adapter.progress import progress
 from art_adapter.runtime import Runtime, language_model
 from art_adapter.tiny_gpt import Cut, Shape, adapter, build_runtime, licence_text_inputs
 from benchmarks.record import Record
@@ -110,8 +111,12 @@ def main() -> None:
     repeats = 2 if options.quick else options.repeats
     record = Record()
     limit = 120.0 + 60 * repeats
-    sleeping = run_ranks(sleep_on_rank, STAGES, repeats, timeout=limit)
-    computing = {ranks: run_ranks(compute_on_rank, ranks, ranks, repeats, timeout=limit) for ranks in (1, 2)}
+    with progress("runs", 3) as run_done:
+        sleeping = run_ranks(sleep_on_rank, STAGES, repeats, timeout=limit)
+        computing = {}
+        for ranks in (1, 2):
+            run_done()
+            computing[ranks] = run_ranks(compute_on_rank, ranks, ranks, repeats, timeout=limit)
     print(table_of_sleeping(sleeping))
     print()
     print(table_of_computing(computing))

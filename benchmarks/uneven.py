@@ -22,6 +22,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping, SleepingInTwo
 from benchmarks.steps import (
@@ -128,7 +129,7 @@ def main() -> None:
     )
     record = Record()
     cases = [(sigma, schedule) for sigma in settings.sigmas for schedule in settings.schedules]
-    rows = [row for case in cases for row in measure(*case, settings)]
+    rows = [row for case in with_bar(cases, "cases") for row in measure(*case, settings)]
     print("\n".join(table(rows, sigma) for sigma in settings.sigmas))
     record.end(given.json, settings=asdict(settings), rows=[asdict(row) for row in rows])
 

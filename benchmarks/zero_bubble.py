@@ -17,6 +17,7 @@ import torch
 from attrs import asdict, frozen
 
 import pipeline_engine as pe
+from art_adapter.progress import with_bar
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping
 from benchmarks.steps import (
@@ -88,7 +89,7 @@ def main() -> None:
     seconds = tuple(each / 1e3 for each in options.milliseconds)
     settings = Settings(tuple(options.ranks), options.microbatches, seconds, options.repeats)
     record = Record()
-    rows = [row for ranks in settings.ranks for row in measure(ranks, settings)]
+    rows = [row for ranks in with_bar(settings.ranks, "numbers of ranks") for row in measure(ranks, settings)]
     print("\n".join(table(rows, each) for each in settings.seconds))
     record.end(options.json, settings=asdict(settings), rows=[asdict(row) for row in rows])
 

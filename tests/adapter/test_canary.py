@@ -27,16 +27,23 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return result
 
 
-def test_two_stages_of_the_reference_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_of_the_reference_train_as_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("ART_SRC", raising=False)
     result = run(tmp_path)
+    words = capfd.readouterr()
+    assert words.out.startswith("2 processes over reference: ") and words.err == ""
     assert result["host"] == "reference" and "commit" not in result
     assert result["ok"] and all(check["difference"] == 0.0 for check in result["checks"].values())
 
 
-def test_two_chunks_on_one_rank_train_as_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_chunks_on_one_rank_train_as_one_does_and_data_may_have_stdout(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("ART_SRC", raising=False)
-    result = run(tmp_path, "--pp", "1", "--virtual", "2")
+    assert main(["canary", "--pp", "1", "--virtual", "2", "--steps", "1", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
     assert result["schedule"] == "interleaved" and result["ok"]
     assert all(check["difference"] == 0.0 for check in result["checks"].values())
 

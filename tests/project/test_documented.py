@@ -15,6 +15,7 @@ from pipeline_engine import launch, testing
 WITH_METHODS = (pe.Pipeline, pe.Schedule, pe.StageGraph, pe.Costs, pe.Timeline, pe.Tracer, pe.MemoryTransport)
 MORE = {
     "launch.run_ranks": launch.run_ranks,
+    "launch.tell": launch.tell,
     "testing.run_ranks_in_threads": testing.run_ranks_in_threads,
     "testing.check_transport": testing.check_transport,
 }
