@@ -27,7 +27,8 @@ from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.transports.base import Failure, Handle, Transport
 from pipeline_engine.run.transports.direct import SMALL, Direct, Letter
 from pipeline_engine.run.transports.links import End, Links, Posted, pack_tally, unpack_tally
-from pipeline_engine.run.transports.wires import Kind, connect_wires
+from pipeline_engine.run.transports.meeting import connect_wires
+from pipeline_engine.run.transports.wires import Kind
 from pipeline_engine.run.watchdog import LOST, Watchdog, pack_failure, unpack_failure
 
 WHOLE = b"whole"
