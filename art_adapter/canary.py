@@ -19,12 +19,13 @@ from megatron.core import parallel_state
 import pipeline_engine as pe
 from pipeline_engine.launch import run_ranks, tell
 
+from .base_model import named_globally
 from .canary_host import CanaryHost, canary_host, host_name
 from .compat import slot_parameters_by_name
 from .records import tensors_of
 from .runtime import language_model
 from .scheduling import chain_of, schedule_for
-from .tiny_gpt import Cut, Shape, licence_text_inputs, named_globally
+from .tiny_gpt import Cut, Shape, licence_text_inputs
 from .topology import Topology, check_supported
 from .trainer import TrainerRank
 

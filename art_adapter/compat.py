@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .base_model import is_copy, named_globally
+from .runtime import language_model
 from .topology import UnsupportedTopologyError
 
 HEAD_PARAMETER = "_art_custom_checkpoint_param"
@@ -193,8 +195,9 @@ def places_in_model(trainer: Any, slots: Sequence[str]) -> dict[int, tuple[int, 
 
 
 def _layer_in(name: str) -> float:
-    found = re.search(r"\blayers\.(\d+)\b", name)
-    return math.inf if found is None else int(found[1])
+    if found := re.search(r"\blayers\.(\d+)\b", name):
+        return int(found[1])
+    return -1.0 if "/embedding." in name else math.inf
 
 
 @contextlib.contextmanager
@@ -243,20 +246,32 @@ def selection(trainer: Any) -> tuple[Any, ...]:
 
 
 def slot_parameters_by_name(trainer: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """The LoRA parameters of all slots on this rank, by slot and by their name in the whole model."""
+    """The parameters of all slots on this rank but heads and copies, by slot and by their name in the whole model."""
     if hasattr(trainer, "_sites"):
-        return [
+        adapters = [
             (f"{ref.name}/{site.name}.{half}", parameter)
             for site in trainer._sites
             for ref, adapter in site.adapters.items()
             for half, parameter in (("lora_A", adapter.A), ("lora_B", adapter.B))
         ]
+        return [*_base_weights_by_name(trainer), *adapters]
     return [
         (f"{ref.name}/{module.adapter_model_prefix}.{half}", parameter)
         for chunk in trainer.runtime.model
         for module in chunk.modules()
         for ref in getattr(module, "_slot_keys", ())
         for half, parameter in zip(("lora_A", "lora_B"), module.lora_slot_params(ref), strict=True)
+    ]
+
+
+def _base_weights_by_name(trainer: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """The base weights, where they are trained."""
+    trained = set(map(id, trainer._checkpoint_slot_params_by_name.get(None, ())))
+    return [
+        (f"base model/{name}", weight)
+        for chunk in map(language_model, trainer.runtime.model)
+        for name, weight in named_globally(chunk)
+        if id(weight) in trained and not is_copy(weight)
     ]
 
 

@@ -1,4 +1,7 @@
-"""Gradients over the stages of a pipeline: a LoRA parameter lives on one stage, a custom head on all."""
+"""Gradients over the stages of a pipeline.
+
+A LoRA parameter lives on one stage, a custom head on all, and a tied weight on the first and the last one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from .agreement import gather, largest
+from .agreement import gather
+from .base_model import is_copy, is_tied
 from .compat import HEAD_PARAMETER, Square
 
 
@@ -19,27 +23,34 @@ def is_head(parameter: torch.nn.Parameter) -> bool:
     return bool(getattr(parameter, HEAD_PARAMETER, False))
 
 
-def take_from_last_stage(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Give every stage the last stage's gradients of the custom heads, in place; collective over the pipeline.
+def made_equal(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same gradients, but on every stage one stage's for what several stages hold; collective over the pipeline.
 
-    The callers of all stages compute the same loss; taking one stage's word for it keeps the replicas equal to the
-    last bit even if a device or a library rounds differently on another.
+    All stages have found the same up to rounding, which may differ with the device, or with the order in which a
+    reduction over data-parallel ranks adds. Taking one stage's word keeps replicas and copies equal to the last bit.
+
+    Args:
+        parameters: of this rank.
+        gradients: of each, reduced over the data-parallel ranks; changed in place.
     """
-    heads = [parameter for parameter in parameters if is_head(parameter)]
-    if not heads:
-        return
-    group = parallel_state.get_pipeline_model_parallel_group()
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
-    used = largest([parameter.grad is not None for parameter in heads], device=heads[0].device, group=group)
-    for parameter in (parameter for parameter, use in zip(heads, used, strict=True) if use):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.broadcast(parameter.grad, src=source, group=group)
+    pairs = list(zip(parameters, gradients, strict=True))
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    for gradient in (gradient for parameter, gradient in pairs if is_head(parameter)):
+        dist.broadcast(gradient, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    first = parallel_state.get_pipeline_model_parallel_first_rank()
+    tied = [gradient for parameter, gradient in pairs if is_tied(parameter)]
+    for gradient in tied[:1]:
+        dist.broadcast(gradient, src=first, group=parallel_state.get_embedding_group())
+    for gradient in tied[1:]:  # of another chunk of this rank
+        gradient.copy_(tied[0])
+    return gradients
 
 
 def counts_here(parameter: torch.nn.Parameter) -> bool:
     """Whether this stage is the one that counts the parameter in the gradient norm."""
-    return not is_head(parameter) or parallel_state.is_pipeline_last_stage()
+    if is_head(parameter):
+        return bool(parallel_state.is_pipeline_last_stage())
+    return not is_copy(parameter)
 
 
 def norm_over_stages(squares: Sequence[Square], *, places: Mapping[int, tuple[int, float]]) -> float:

@@ -23,16 +23,22 @@ class LiveGraphs:
 
     def track(self, ref: SlotRef | None, outputs: list[ForwardOutput]) -> list[ForwardOutput]:
         """The same outputs as fresh tensors, which the caller may change in place, each holding the marker."""
-        if ref is None or ref.name is None:
+        if ref is None:
             return outputs
         marker = torch.empty(0)
-        self._markers.setdefault(ref, []).append(weakref.ref(marker))
+        self._markers[ref] = [*self._alive(ref), weakref.ref(marker)]
         return [_mark(output, marker) for output in outputs]
 
     def waiting(self, ref: SlotRef) -> bool:
         """Whether some output of the slot can still be differentiated."""
-        self._markers[ref] = [marker for marker in self._markers.get(ref, []) if marker() is not None]
-        return bool(self._markers[ref])
+        return bool(self._alive(ref))
+
+    def waiting_anywhere(self) -> bool:
+        """Whether some output of any slot, or of the base model, can still be differentiated."""
+        return any(map(self._alive, self._markers))
+
+    def _alive(self, ref: SlotRef) -> list[weakref.ref[torch.Tensor]]:
+        return [marker for marker in self._markers.get(ref, []) if marker() is not None]
 
 
 class _Hold(torch.autograd.Function):

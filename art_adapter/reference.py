@@ -17,6 +17,7 @@ Everything is deterministic, and what a group computes depends on that group alo
 
 from __future__ import annotations
 
+from . import base_model as base_weights
 from .runtime import Runtime
 from .stepping import Stepping
 from .windows import Windows
@@ -33,6 +34,8 @@ class ReferenceTrainerRank(Windows, Stepping):
         shared_prefix_max_depth: nested levels of common beginnings that are stored once; 0 turns sharing off.
         memory_budget_bytes: what a window's estimate may reach.
         items_at_once: the most top-level items of a window on one data-parallel rank, whatever the memory; 1 or more.
+        base_model: whether the base weights are trained too. They are the checkpoint None, which ``optim_step`` steps
+            like any other; every forward gives them gradients, also one through a slot. ART trains slots only.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class ReferenceTrainerRank(Windows, Stepping):
         shared_prefix_max_depth: int = 1,
         memory_budget_bytes: int = 2 << 30,
         items_at_once: int | None = None,
+        base_model: bool = False,
     ) -> None:
         super().__init__(
             runtime,
@@ -51,3 +55,5 @@ class ReferenceTrainerRank(Windows, Stepping):
             memory_budget_bytes=memory_budget_bytes,
             items_at_once=items_at_once,
         )
+        if base_model:
+            self._checkpoint_slot_params_by_name[None] = base_weights.train(runtime.model)

@@ -51,9 +51,9 @@ class Slots:
         self._default_slot_ref: SlotRef | None = None
         self._slot_stack: list[SlotRef] = []
         self._known_slots: set[SlotRef] = set()
-        self._checkpoint_slot_params_by_name: dict[str, tuple[torch.nn.Parameter, ...]] = {}
-        self._heads: dict[tuple[str, str], Any] = {}
-        self._dynamic_optimizers: dict[str, SlotOptimizer] = {}
+        self._checkpoint_slot_params_by_name: dict[str | None, tuple[torch.nn.Parameter, ...]] = {}
+        self._heads: dict[tuple[str | None, str], Any] = {}
+        self._dynamic_optimizers: dict[str | None, SlotOptimizer] = {}
         self._live_graphs = LiveGraphs()
 
     @property
@@ -131,7 +131,7 @@ class Slots:
         self._validate_dynamic_slot_consistency("lora", name, loaded)
         return loaded
 
-    def checkpoint_slot_optimizer_state(self, name: str) -> dict[str, object] | None:
+    def checkpoint_slot_optimizer_state(self, name: str | None) -> dict[str, object] | None:
         """This rank's optimizer state of a slot on the CPU, or None before its first step.
 
         Raises:
@@ -178,13 +178,13 @@ class Slots:
         found: CustomT = self._heads[slot, name]
         return found
 
-    def _head_slot(self, checkpoint: AdapterSelection) -> str:
+    def _head_slot(self, checkpoint: AdapterSelection) -> str | None:
         ref = self._selected_slot() if checkpoint is Unset else SlotRef("checkpoint", checkpoint)
         if ref.kind != "checkpoint" or ref.name not in self._checkpoint_slot_params_by_name:
             raise TrainerRankSlotStateError(f"a custom head needs a loaded checkpoint slot, not {ref.name!r}")
         return ref.name
 
-    def _adopt_head(self, slot: str, head: torch.nn.Module | torch.Tensor) -> None:
+    def _adopt_head(self, slot: str | None, head: torch.nn.Module | torch.Tensor) -> None:
         tensors = [head] if isinstance(head, torch.Tensor) else [*head.parameters(), *head.buffers()]
         with torch.no_grad():
             for tensor in tensors:

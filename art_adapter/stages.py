@@ -19,6 +19,7 @@ import torch
 import pipeline_engine as pe
 
 from .agreement import check_same
+from .base_model import trained_copies
 from .chunks import graph_of
 from .compat import boundary_input
 from .pace import Agreed, Pace
@@ -125,16 +126,19 @@ class StageExecutor:
         self.graph = graph
         self.schedule = schedule or schedule_for(graph)
         log_choice(self.schedule, graph, rank=rank, was_named=schedule is not None)
+        chunk_of = dict(zip(graph.stages_of(rank), chunks, strict=True))
+        tied = trained_copies(chunk_of)
         self.pipeline = pe.Pipeline(
             {
                 stage: partial(_run, chunk, outputs if stage == graph.last_stage else hidden)
-                for stage, chunk in zip(graph.stages_of(rank), chunks, strict=True)
+                for stage, chunk in chunk_of.items()
             },
             graph=graph,
             schedule=self.schedule,
             transport=transport,
             deadline=deadline,
             keep_open=True,  # as without a pipeline, outputs of one slot may wait while another slot steps
+            ties=[pe.tie("embedding and output layer", tied)] if tied else [],
             tracer=self._pace,
         )
 

@@ -16,6 +16,7 @@ from .compat import HEAD_PARAMETER
 from .lora import SlotRef
 from .optimizer import SlotOptimizer
 from .requests import AdamParams, TrainerRankSlotStateError
+from .runtime import tensor_group
 from .slots import Slots
 
 
@@ -33,7 +34,7 @@ class Stepping(Slots):
                 parameter.grad = None
 
     def optim_step(
-        self, *, params: AdamParams, scale_grads: float = 1.0, checkpoints: Sequence[str] | None = None
+        self, *, params: AdamParams, scale_grads: float = 1.0, checkpoints: Sequence[str | None] | None = None
     ) -> dict[str, float]:
         """Step the slots that have gradients on any rank; collective over all ranks.
 
@@ -50,19 +51,19 @@ class Stepping(Slots):
         selected = self._selected_dynamic_checkpoints(checkpoints)
         return self._dynamic_optim_step(selected, params=params, scale_grads=scale_grads)
 
-    def _selected_dynamic_checkpoints(self, checkpoints: Sequence[str] | None) -> tuple[str, ...]:
+    def _selected_dynamic_checkpoints(self, checkpoints: Sequence[str | None] | None) -> tuple[str | None, ...]:
         loaded = self._checkpoint_slot_params_by_name
-        names = sorted(loaded) if checkpoints is None else list(dict.fromkeys(checkpoints))
-        if unknown := sorted(set(names) - set(loaded)):
+        names = sorted(loaded, key=_base_first) if checkpoints is None else list(dict.fromkeys(checkpoints))
+        if unknown := sorted(set(names) - set(loaded), key=_base_first):
             raise ValueError(f"Unknown checkpoint slots: {unknown}")
         flags = self._checkpoint_grad_flags(names) if names else ()
         ready = tuple(name for name, has_grad in zip(names, flags, strict=True) if has_grad)
         if not ready or (checkpoints is not None and len(ready) < len(names)):
-            missing = sorted(set(names) - set(ready))
+            missing = sorted(set(names) - set(ready), key=_base_first)
             raise TrainerRankSlotStateError(f"no gradients on any rank for slots {missing}; call loss.backward() first")
         return ready
 
-    def _checkpoint_grad_flags(self, names: Sequence[str]) -> tuple[bool, ...]:
+    def _checkpoint_grad_flags(self, names: Sequence[str | None]) -> tuple[bool, ...]:
         """For each slot, whether some parameter has a gradient on some rank."""
         slots = [self._checkpoint_slot_params_by_name[name] for name in names]
         return self._anywhere([any(parameter.grad is not None for parameter in params) for params in slots])
@@ -71,7 +72,7 @@ class Stepping(Slots):
         return tuple(bool(flag) for flag in largest(flags, device=self.device))
 
     def _dynamic_optim_step(
-        self, checkpoint_names: Sequence[str], *, params: AdamParams, scale_grads: float
+        self, checkpoint_names: Sequence[str | None], *, params: AdamParams, scale_grads: float
     ) -> dict[str, float]:
         for name in checkpoint_names:
             self._guard_checkpoint_can_step(name)
@@ -93,7 +94,7 @@ class Stepping(Slots):
         }
 
     def _step_slot(
-        self, name: str, slot: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor], params: AdamParams
+        self, name: str | None, slot: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor], params: AdamParams
     ) -> None:
         optimizer = self._dynamic_optimizers.setdefault(name, SlotOptimizer([], params))
         optimizer.join(slot, params)
@@ -121,6 +122,9 @@ class Stepping(Slots):
             else parameter.grad.float() * scale_grads
             for parameter in params
         ]
+        for parameter, grad in zip(params, grads, strict=True):
+            if getattr(parameter, "sequence_parallel", False):  # a base weight that saw a share of the tokens only
+                dist.all_reduce(grad, group=tensor_group())
         if grads and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             self.dp_reduce(flat)
@@ -128,12 +132,17 @@ class Stepping(Slots):
             grads = [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)]
         return tuple(grads)
 
-    def _guard_checkpoint_can_step(self, name: str) -> None:
-        if self._live_graphs.waiting(SlotRef("checkpoint", name)):
+    def _guard_checkpoint_can_step(self, name: str | None) -> None:
+        graphs = self._live_graphs  # all of which, of whatever slot, need the base weights as they were
+        if graphs.waiting_anywhere() if name is None else graphs.waiting(SlotRef("checkpoint", name)):
             raise TrainerRankSlotStateError(
                 f"cannot step checkpoint slot {name!r} while its outputs wait for their backward: "
                 "call loss.backward() without retain_graph first, or release the outputs"
             )
+
+
+def _base_first(name: str | None) -> tuple[bool, str]:
+    return name is not None, str(name)
 
 
 def _distributed_grad_norm(params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor]) -> float:
@@ -148,6 +157,6 @@ def _distributed_grad_norm(params: Sequence[torch.nn.Parameter], grads: Sequence
 
 def _include_in_distributed_grad_norm(parameter: torch.nn.Parameter) -> bool:
     """Whether this rank counts it: the first of those that hold a replica."""
-    sharded: bool = getattr(parameter, lora.SHARDED, False)
+    sharded = any(getattr(parameter, mark, False) for mark in (lora.SHARDED, "tensor_model_parallel"))
     first_of_tensor = sharded or parallel_state.get_tensor_model_parallel_rank() == 0
     return first_of_tensor and int(parallel_state.get_data_parallel_rank(with_context_parallel=True)) == 0

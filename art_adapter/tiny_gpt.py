@@ -10,13 +10,14 @@ import hashlib
 import inspect
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 
+from .base_model import named_globally
 from .compat import run_megatron_on_cpu
 from .requests import ForwardInput
 from .runtime import Runtime
@@ -93,7 +94,7 @@ def build_runtime(shape: Shape = Shape(), cut: Cut = Cut(), *, train_base: bool 
     Args:
         shape: the model.
         cut: how it is spread; ranks that are left over are data-parallel.
-        train_base: whether the base weights require gradients; a trainer steps slots only.
+        train_base: whether the base weights require gradients; a trainer sees to that by itself.
         seed: of all weights.
 
     Raises:
@@ -278,17 +279,6 @@ def fill(chunk: Any, config: Any, seed: int) -> None:
     """Give the parameters of a chunk the weights that their names in the whole model stand for."""
     for name, parameter in named_globally(chunk):
         parameter.copy_(_own_share(name, parameter, config, seed))
-
-
-def named_globally(chunk: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The weights of a chunk by their names in the whole model."""
-    for name, parameter in chunk.named_parameters():
-        if chunk.share_embeddings_and_output_weights:
-            name = name.replace("output_layer.", "embedding.word_embeddings.")
-        if name.startswith("decoder.layers."):
-            local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-            name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
-        yield name, parameter
 
 
 def _own_share(name: str, parameter: Any, config: Any, seed: int) -> torch.Tensor:

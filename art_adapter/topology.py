@@ -60,7 +60,8 @@ SUPPORT: dict[str, Support] = {
     "tied": Support(
         "PP > 1 with tied embeddings",
         True,
-        "run on CPU with gloo; a trainer steps no base weight, so the copies on the first and last stage stay equal",
+        "run on CPU with gloo; ART steps no base weight, so that the copies on the first and last stage stay equal; "
+        "the reference does with base_model=True: their gradients are summed, and they stay equal to the last bit",
         "",
     ),
 }

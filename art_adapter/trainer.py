@@ -34,7 +34,7 @@ from .compat import (
     world_is,
 )
 from .cutting import CutPlan
-from .gradients import norm_over_stages, take_from_last_stage
+from .gradients import made_equal, norm_over_stages
 from .groups import forward_group
 from .memory_watch import DeviceMemory, WaveMemory
 from .pace import best_length
@@ -344,9 +344,8 @@ class PipelinedForward:
             return step(checkpoint_names, **options)
 
     def _reduce_dynamic_grads(self, params: Sequence[torch.nn.Parameter], **options: Any) -> Any:
-        if self.stages is not None:
-            take_from_last_stage(params)
-        return super()._reduce_dynamic_grads(params, **options)  # type: ignore[misc]
+        reduced = super()._reduce_dynamic_grads(params, **options)  # type: ignore[misc]
+        return reduced if self.stages is None else made_equal(params, reduced)
 
     def _guard_checkpoint_can_step(self, name: str) -> None:
         guard = super()._guard_checkpoint_can_step  # type: ignore[misc]

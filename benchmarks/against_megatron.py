@@ -21,13 +21,13 @@ from attrs import asdict, frozen
 from torch import Tensor, nn
 
 import pipeline_engine as pe
+from art_adapter.base_model import named_globally
 from art_adapter.progress import say, with_bar
 from art_adapter.tiny_gpt import (
     Cut,
     Shape,
     build_runtime,
     initialise_parallel_state,
-    named_globally,
     transformer_config,
 )
 from benchmarks.against_torch import timed, zero_grad

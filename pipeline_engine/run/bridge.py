@@ -270,6 +270,7 @@ class Pipeline:
         except Exception as error:
             _log.warning("closed with work undone: %s", error)
         finally:
+            self._ties.close()
             self._transport.close()
             self._transport.host = None
 

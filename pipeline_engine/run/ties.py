@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from attrs import define, field, frozen
+from torch.utils.hooks import RemovableHandle
 
 from pipeline_engine.errors import UsageError
 from pipeline_engine.plan.graph import StageGraph
@@ -56,20 +57,30 @@ class _Copies:
     owners: Sequence[int]  # ranks that hold a copy, in the order of their first stage
     noted: dict[torch.nn.Parameter, torch.Tensor] = field(init=False, factory=dict)
     before: dict[torch.nn.Parameter, torch.Tensor] = field(init=False, factory=dict)  # gradients before those
+    hooks: list[RemovableHandle] = field(init=False, factory=list)
 
     def __attrs_post_init__(self) -> None:
         for parameter in self.parameters:
-            parameter.register_hook(partial(self._note, parameter))  # type: ignore[no-untyped-call]
+            self.hooks.append(parameter.register_hook(partial(self._note, parameter)))  # type: ignore[no-untyped-call]
 
     def _note(self, parameter: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """A gradient is about to be accumulated."""
+        self._forget_if_dropped(parameter)
         known = self.noted.get(parameter)
         self.noted[parameter] = grad.detach().clone() if known is None else known + grad
         if known is None and parameter.grad is not None:
             self.before[parameter] = parameter.grad.clone()
 
+    def _forget_if_dropped(self, parameter: torch.nn.Parameter) -> None:
+        """What ``zero_grad`` has dropped since it was noted is in no sum."""
+        if parameter.grad is None:
+            self.noted.pop(parameter, None)
+            self.before.pop(parameter, None)
+
     def own(self) -> torch.Tensor | None:
         """The sum over this rank's copies."""
+        for parameter in self.parameters:
+            self._forget_if_dropped(parameter)
         return _sum([self.noted[parameter] for parameter in self.parameters if parameter in self.noted])
 
     def accumulate(self, total: torch.Tensor | None) -> None:
@@ -136,6 +147,12 @@ class Ties:
         for number, copies in enumerate(self._copies.values()):
             if copies.parameters:
                 copies.accumulate(_sum(self._exchange(number, copies)))
+
+    def close(self) -> None:
+        """Take no more notes; a parameter may be tied again in another pipeline."""
+        for copies in self._copies.values():
+            while copies.hooks:
+                copies.hooks.pop().remove()
 
     def _exchange(self, number: int, copies: _Copies) -> list[torch.Tensor]:
         """What every owner's copies were given, in the order of the owners."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,19 @@ class Host:
         """Whether this is ART's own class and not one of ours."""
         return self.name == "art"
 
-    def trainer(self, runtime: Any) -> Any:
-        """A trainer over this rank's runtime, which leaves every window whole: what one stage computes, bit for bit."""
-        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0, microbatch_tokens=WHOLE)
+    @property
+    def trains_base_weights(self) -> bool:
+        """Whether the class knows ``base_model=True``."""
+        return "base_model" in inspect.signature(self.trainer_class).parameters
+
+    def trainer(self, runtime: Any, **options: Any) -> Any:
+        """A trainer over this rank's runtime, which leaves every window whole: what one stage computes, bit for bit.
+
+        Args:
+            runtime: of this rank.
+            options: of the trainer's own class.
+        """
+        return TrainerRank(runtime, host=self.trainer_class, deadline=30.0, microbatch_tokens=WHOLE, **options)
 
     def load(self, trainer: Any, name: str, seed: int, *, r: int = 4) -> int:
         """Load a trainable slot."""

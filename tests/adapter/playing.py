@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
+import pytest
 import torch
 
 from art_adapter.compat import slot_parameters_by_name
@@ -31,6 +32,7 @@ class Seen:
         here: tensors that live on one stage; all stages together hold what one process holds, to the last bit.
         here_close: the same within a relative ``TOLERANCE``.
         failed: the traceback of a body that raised.
+        skipped: what the host does not have, so that the body was not played.
     """
 
     exact: dict[str, Any] = attrs.field(factory=dict)
@@ -38,6 +40,11 @@ class Seen:
     here: dict[str, torch.Tensor] = attrs.field(factory=dict)
     here_close: dict[str, torch.Tensor] = attrs.field(factory=dict)
     failed: str = ""
+    skipped: str = ""
+
+
+class NotHere(Exception):
+    """The host does not have what a body is about."""
 
 
 class Play:
@@ -46,9 +53,13 @@ class Play:
     def __init__(self, own: Host, runtime: Any) -> None:
         self.host = own
         self.seen = Seen()
-        self.trainer = own.trainer(runtime)
-        self.sites = own.load(self.trainer, "A", 1) + own.load(self.trainer, "B", 2)
-        self.trainer.set_checkpoint("A")
+        self.take_up(own.trainer(runtime))
+
+    def take_up(self, trainer: Any) -> None:
+        """Another trainer in the place of the one that he has."""
+        self.trainer = trainer
+        self.sites = self.host.load(trainer, "A", 1) + self.host.load(trainer, "B", 2)
+        trainer.set_checkpoint("A")
 
     # ---- what he asks for
 
@@ -183,20 +194,33 @@ def play_one(own: Host, runtime: Any, body: Body) -> Seen:
     caller = Play(own, runtime)
     try:
         body(caller)
+    except NotHere as missing:
+        caller.seen.skipped = str(missing)
     except Exception:
         caller.seen.failed = traceback.format_exc()
     finally:
         caller.trainer.zero_grad()
-        if hasattr(caller.trainer, "close"):
-            caller.trainer.close()
+        close(caller.trainer)
     return caller.seen
+
+
+def close(trainer: Any) -> None:
+    """Leave the pipeline, if there is one."""
+    if hasattr(trainer, "close"):
+        trainer.close()
 
 
 # ---- comparison
 
 
 def difference(one: Seen, stages: Sequence[Seen]) -> str:
-    """The first thing in which what the stages saw differs from what one process saw; empty if there is none."""
+    """The first thing in which what the stages saw differs from what one process saw; empty if there is none.
+
+    Raises:
+        pytest.skip.Exception: the host does not have what the body is about.
+    """
+    if one.skipped:
+        pytest.skip(one.skipped)
     for where, seen in (("one process", one), *((f"stage {number}", stage) for number, stage in enumerate(stages))):
         if seen.failed:
             return f"{where} failed:\n{seen.failed}"

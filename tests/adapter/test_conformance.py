@@ -107,6 +107,43 @@ def test_an_output_layer_that_is_tied_to_the_embedding_does_what_it_does_on_one_
         assert not why, f"{body}: {why}"
 
 
+BASE = (
+    "base_weights_are_trained_with_slots_and_without",
+    "base_weights_are_stepped_zeroed_and_guarded_inside_the_loop",
+)
+TIED_CUTS = {
+    "two stages": (2, UNEVEN),
+    "three stages": (3, Cut(pipeline=3, layers_per_stage=(2, 1, 1))),
+    "two chunks on one rank": CHUNKS["on one rank"],
+    "two chunks on each of two ranks": CHUNKS["on each of two ranks"],
+}
+
+
+@pytest.fixture(scope="module")
+def one_process_with_tied_weights() -> Any:
+    return played(1, ("reference",), Cut(), some(*BASE), shape=Shape(tied=True))[0]["reference"]
+
+
+@pytest.mark.parametrize("cut", TIED_CUTS)
+def test_a_tied_weight_that_is_trained_stays_one(one_process_with_tied_weights: Any, cut: str) -> None:
+    ranks, where = TIED_CUTS[cut]
+    stages = played(ranks, ("reference",), where, some(*BASE), shape=Shape(tied=True))
+    for body in BASE:
+        why = difference(one_process_with_tied_weights[body], [stage["reference"][body] for stage in stages])
+        assert not why, f"{body}: {why}"
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(tensor=2, sequence_parallel=True)], ids=["data ranks", "tensor ranks"])
+def test_a_tied_weight_that_is_trained_stays_one_on_two_ranks_of_each_stage(cut: Cut) -> None:
+    bodies, shape = some(*BASE), Shape(tied=True)
+    whole = played(2, ("reference",), cut, bodies, shape=shape)
+    stages = played(4, ("reference",), attrs.evolve(cut, pipeline=2), bodies, shape=shape)
+    for body, place in product(bodies, range(2)):
+        of_place = [stages[2 * stage + place]["reference"][body] for stage in range(2)]
+        why = difference(whole[place]["reference"][body], of_place)
+        assert not why, f"{body}, rank {place} of each stage, {why}"
+
+
 TENSOR_PARALLEL = (
     "all_combinations_of_outputs",
     "slots_mixed_in_one_call",

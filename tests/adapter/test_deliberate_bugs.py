@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from art_adapter import gradients, stages, trainer
 from art_adapter.records import Records
-from art_adapter.tiny_gpt import Cut
+from art_adapter.tiny_gpt import Cut, Shape
 
 from .bodies import BODIES
 from .hosts import host
@@ -86,6 +86,18 @@ def heads_are_counted_on_every_stage() -> Iterator[None]:
         yield
 
 
+@found_by("base_weights_are_trained_with_slots_and_without", "norm 0")
+def the_copy_of_a_tied_weight_is_counted_too() -> Iterator[None]:
+    with replaced(gradients, "is_copy", lambda parameter: False):
+        yield
+
+
+@found_by("base_weights_are_trained_with_slots_and_without", "norm 0")
+def gradients_of_a_tied_weight_are_not_summed() -> Iterator[None]:
+    with replaced(stages, "trained_copies", lambda chunks: {}):
+        yield
+
+
 @found_by("slots_mixed_in_one_call", "outputs")
 def groups_are_permuted() -> Iterator[None]:
     own = stages.StageExecutor.forward
@@ -135,7 +147,7 @@ def what_ran_ahead_survives_an_optimizer_step() -> Iterator[None]:
 def play_bugs(rank: int, cut: Cut, names: list[str]) -> dict[str, Seen]:
     """On one rank: the body that is to find each bug, with the bug in place."""
     own = host("reference")
-    runtime = own.build(cut)
+    runtime = own.build(cut, shape=Shape(tied=True))
     seen = {}
     for name in names:
         bug, body, _ = BUGS[name]
@@ -146,7 +158,7 @@ def play_bugs(rank: int, cut: Cut, names: list[str]) -> dict[str, Seen]:
 
 def play_right(rank: int, bodies: list[str]) -> dict[str, Seen]:
     own = host("reference")
-    runtime = own.build(Cut())
+    runtime = own.build(Cut(), shape=Shape(tied=True))
     return {body: play_one(own, runtime, BODIES[body]) for body in bodies}
 
 

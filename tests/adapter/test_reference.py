@@ -344,6 +344,49 @@ def test_a_restored_optimizer_continues_as_if_never_saved(runtime: Runtime) -> N
         trainer.load_checkpoint_slot("A", foreign, optimizer_state=state)
 
 
+# ---- base weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_base_weights_step_as_in_plain_torch(runtime: Runtime, tied: bool) -> None:
+    one, other = build_runtime(Shape(tied=tied)), build_runtime(Shape(tied=tied), train_base=True)
+    trainer, model = ReferenceTrainerRank(one, base_model=True), other.model[0]
+    adam = AdamParams(learning_rate=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    request = licence_text_inputs(1)[0]
+    length = len(request.input_tokens)
+    mask = torch.ones(1, 1, length, length).tril() == 0
+    for _ in range(3):
+        trainer.dp_rank_forward(request).target_logprobs.mean().neg().backward()
+        norm = trainer.optim_step(params=adam)["grad_norm"]
+        logits = model(request.input_tokens[None], torch.arange(length)[None], mask)[0]
+        torch.nn.functional.cross_entropy(logits, request.target_tokens).backward()
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)), rel=1e-4)
+        plain.step()
+        plain.zero_grad()
+    found, expected = dict(one.model[0].named_parameters()), dict(model.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4, msg=name)
+
+
+def test_base_weights_that_are_not_trained_require_no_gradient_and_are_no_slot(runtime: Runtime) -> None:
+    trainer = ReferenceTrainerRank(build_runtime())
+    assert not trainer.dp_rank_forward(licence_text_inputs(1)[0]).target_logprobs.requires_grad
+    with pytest.raises(ValueError, match=r"Unknown checkpoint slots: \[None\]"):
+        trainer.optim_step(params=ADAM, checkpoints=[None])
+
+
+def test_base_weights_are_not_stepped_while_outputs_of_any_slot_wait(runtime: Runtime) -> None:
+    trainer = with_slots(ReferenceTrainerRank(build_runtime(), base_model=True))
+    trainer.dp_rank_forward(licence_text_inputs(1, checkpoint=None)[0]).target_logprobs.sum().backward()
+    waiting = trainer.dp_rank_forward(licence_text_inputs(1)[0])
+    with pytest.raises(TrainerRankSlotStateError, match="cannot step checkpoint slot None while"):
+        trainer.optim_step(params=ADAM)
+    waiting.target_logprobs.sum().backward()
+    trainer.optim_step(params=ADAM)
+
+
 # ---- mistakes
 
 
@@ -605,8 +648,9 @@ def on_context_ranks(rank: int, context: int) -> Any:
     outputs = trainer.dp_rank_forward(licence_text_inputs(3, shared_prefix=7, logits=True))
     torch.stack([-output.target_logprobs.sum() for output in outputs]).sum().backward()
     reduced = trainer._reduce_dynamic_grads(trainer._checkpoint_slot_params_by_name["A"], scale_grads=1.0)
-    norm = trainer.optim_step(params=ADAM)["grad_norm"]
-    return [(o.target_logprobs.detach(), o.logits.detach()) for o in outputs], reduced, norm
+    found = [(output.target_logprobs.detach(), output.logits.detach()) for output in outputs]
+    del outputs  # whose logits wait for a backward
+    return found, reduced, trainer.optim_step(params=ADAM)["grad_norm"]
 
 
 def test_context_ranks_share_out_the_tokens_and_add_up_to_one_process(runtime: Runtime) -> None:

@@ -169,6 +169,52 @@ def test_gradients_that_were_there_before_are_kept_and_not_sent() -> None:
         torch.testing.assert_close(grad, expected + 1.0 + rank, rtol=1e-6, atol=1e-5)
 
 
+def test_what_zero_grad_has_dropped_before_the_flush_is_in_no_sum() -> None:
+    def on_rank(transport: Transport) -> torch.Tensor | None:
+        layer = tied_layer(transport.rank, 3)
+        mine = {transport.rank: layer.weight} if transport.rank != 1 else {}
+        ties = [pe.tie("ends", mine)] if mine else []
+        graph = pe.StageGraph.chain(3, 3)
+        with pe.Pipeline({transport.rank: layer}, graph=graph, schedule="1f1b", transport=transport, ties=ties) as p:
+            for again in (True, False):
+                for item in p.stream(batch(ROWS)):
+                    loss_of(item.outputs, item.index).backward()
+                if again:
+                    layer.zero_grad()
+        return layer.weight.grad
+
+    first, _, last = run_ranks_in_threads(on_rank, 3)
+    torch.testing.assert_close(first, gradients_of_one_process(3, passes=1)[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(first, last)
+
+
+def test_gradients_that_were_all_dropped_stay_dropped() -> None:
+    def on_rank(transport: Transport) -> torch.Tensor | None:
+        layer = tied_layer(transport.rank, 2)
+        ties = [pe.tie("ends", {transport.rank: layer.weight})]
+        graph = pe.StageGraph.chain(2, 2)
+        with pe.Pipeline({transport.rank: layer}, graph=graph, schedule="1f1b", transport=transport, ties=ties) as p:
+            for item in p.stream(batch(ROWS)):
+                loss_of(item.outputs, item.index).backward()
+            layer.zero_grad()
+        return layer.weight.grad
+
+    assert run_ranks_in_threads(on_rank, 2) == [None, None]
+
+
+def test_a_closed_pipeline_leaves_no_hook_on_the_copies() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    for _ in range(2):
+        transport = pe.MemoryTransport.connect(1)[0]
+        graph = pe.StageGraph.chain(1, 1)
+        pipeline = pe.Pipeline(
+            {0: Layer(0)}, graph=graph, schedule="1f1b", transport=transport, ties=[pe.tie("ends", {0: weight})]
+        )
+        assert len(weight._backward_hooks) == 1
+        pipeline.close()
+    assert not weight._backward_hooks
+
+
 def test_a_name_is_given_to_one_tie_only() -> None:
     transport = pe.MemoryTransport.connect(1)[0]
     ties = [pe.tie("ends", {0: torch.nn.Parameter(torch.zeros(2))}) for _ in range(2)]
