@@ -1,7 +1,8 @@
 """Bubble: for each rank where its time went, simulated or measured, and for idle time why it was idle.
 
-The causes are those of ``Idle``: fill, drain, imbalance, latency.  A real run knows one more, ``engine``: nothing was
-missing, but what the engine does between two actions takes time, or a receive was posted late.
+The causes are those of ``Idle``: fill, drain, imbalance, latency; ``Phases`` tells the first three apart, here and in
+the simulator, which knows of every message when it left and need not infer the fourth.  A real run knows one more,
+``engine``: nothing was missing, but what the engine does between two actions takes time, or a receive was posted late.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from attrs import evolve, fields, frozen
 
-from pipeline_engine.plan.actions import BACKWARD, COMPUTE, Action, Forward, Yield, makes, needs
+from pipeline_engine.plan.actions import COMPUTE, Action, Yield, makes, needs
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.simulate import Span, Timeline
+from pipeline_engine.plan.timeline import Phases, Span, Timeline
 from pipeline_engine.plan.values import Activation, Output, OutputGrad, Value
 
 
@@ -54,11 +55,9 @@ def shares(timeline: Timeline, graph: StageGraph) -> tuple[Shares, ...]:
 
 def _shares_of(rank: int, spans: Sequence[Span], makespan: float, graph: StageGraph, made: _Made) -> Shares:
     total, now = Shares(), 0.0
-    filled = next((step for step, span in enumerate(spans) if isinstance(span.action, BACKWARD)), 0)
-    drains = max((step for step, span in enumerate(spans) if isinstance(span.action, Forward)), default=-1)
+    phases = Phases.of([span.action for span in spans])
     for step, span in enumerate(spans):
-        cause = "fill" if step <= filled else "drain" if step > drains else "imbalance"
-        for name, seconds in _gap(rank, span, now, cause, graph, made).items():
+        for name, seconds in _gap(rank, span, now, phases.cause(step), graph, made).items():
             total = _added(total, name, seconds)
         total = _added(total, "caller" if isinstance(span.action, Yield) else "compute", span.end - span.start)
         now = max(now, span.end)

@@ -6,17 +6,15 @@ say; messages do not slow each other down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from attrs import define, evolve, field
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.actions import (
-    BACKWARD,
     COMPUTE,
     Action,
-    Forward,
     PostRecv,
     Program,
     Publish,
@@ -31,7 +29,7 @@ from pipeline_engine.plan.costs import Costs as Costs
 from pipeline_engine.plan.costs import PerStage as PerStage
 from pipeline_engine.plan.numbering import Numbering, numbering_of
 from pipeline_engine.plan.schedule import Schedule
-from pipeline_engine.plan.timeline import Idle, Place
+from pipeline_engine.plan.timeline import Idle, Phases, Place
 from pipeline_engine.plan.timeline import Span as Span
 from pipeline_engine.plan.timeline import Timeline as Timeline
 from pipeline_engine.plan.timeline import peak_in_flight as peak_in_flight
@@ -133,8 +131,7 @@ class _Clock:
     waited_for: dict[int, Place] = field(factory=dict)
     woken: list[int] = field(factory=list)  # ranks that can go on because of this one
     _verbs: dict[type[Action], Callable[[Any], bool]] = field(init=False)
-    _first_backward: int = field(init=False)
-    _last_forward: int = field(init=False)
+    _phases: Phases = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.because = (self.rank, -1)
@@ -146,9 +143,7 @@ class _Clock:
             WaitRecv: lambda action: self._wait(action.value, action.from_rank, self.rank),
             WaitSend: lambda action: self._wait(action.value, self.rank, action.to_rank),
         }
-        self._first_backward = _first(self.program, BACKWARD, _first(self.program, (Forward,), len(self.program)))
-        backwards = _first(reversed(self.program), (Forward,), len(self.program))
-        self._last_forward = len(self.program) - 1 - backwards
+        self._phases = Phases.of(self.program)
 
     def run(self) -> None:
         """Go on until something has to be waited for that has not left yet."""
@@ -192,17 +187,9 @@ class _Clock:
 
     def _blamed(self, seconds: float, travelled: float) -> Idle:
         idle, latency = self.idle, min(seconds, travelled)
-        cause = "imbalance"
-        if self.step < self._first_backward:
-            cause = "fill"
-        elif self.step > self._last_forward:
-            cause = "drain"
+        cause = self._phases.cause(self.step)
         changes = {cause: getattr(idle, cause) + seconds - latency, "latency": idle.latency + latency}
         return evolve(idle, **changes)
-
-
-def _first(program: Iterable[Action], verbs: tuple[type[Action], ...], default: int) -> int:
-    return next((step for step, action in enumerate(program) if isinstance(action, verbs)), default)
 
 
 def _run(schedule: Schedule, costs: Costs) -> list[_Clock]:

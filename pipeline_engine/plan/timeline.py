@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from attrs import field, frozen
 
-from pipeline_engine.plan.actions import Action, Backward, BackwardWeight, Forward
+from pipeline_engine.plan.actions import BACKWARD, Action, Backward, BackwardWeight, Forward
 
 
 @frozen
@@ -39,6 +39,32 @@ class Idle:
     def total(self) -> float:
         """Seconds idle, whatever the cause."""
         return self.fill + self.drain + self.imbalance + self.latency
+
+
+@frozen
+class Phases:
+    """Which idle time of a rank is filling, draining, or neither; for whoever simulates and whoever measures.
+
+    Attributes:
+        first_backward: place of it in what the rank does; of the first forward if there are no backwards.
+        last_forward: place of it; -1 if there is none.
+    """
+
+    first_backward: int
+    last_forward: int
+
+    @classmethod
+    def of(cls, actions: Sequence[Action]) -> Phases:
+        """Of a program, or of those of its actions that take time."""
+        forwards = [place for place, action in enumerate(actions) if isinstance(action, Forward)]
+        backwards = (place for place, action in enumerate(actions) if isinstance(action, BACKWARD))
+        return cls(next(backwards, forwards[0] if forwards else 0), forwards[-1] if forwards else -1)
+
+    def cause(self, place: int) -> str:
+        """Why time was lost at the action in this place, or right before it: an attribute of ``Idle``."""
+        if place <= self.first_backward:
+            return "fill"
+        return "drain" if place > self.last_forward else "imbalance"
 
 
 Place = tuple[int, int]

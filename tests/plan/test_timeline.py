@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pipeline_engine as pe
 from pipeline_engine.plan.actions import COMPUTE
 from pipeline_engine.plan.costs import Costs
-from pipeline_engine.plan.timeline import Idle
+from pipeline_engine.plan.timeline import Idle, Phases
 from pipeline_engine.plan.values import Channel
 from tests.strategies import chain_for, schedules
 
@@ -127,3 +127,11 @@ def test_a_timeline_of_nothing_has_no_path_and_nothing_in_flight() -> None:
     timeline = pe.simulate(pe.build("1f1b", PAIR, 0), pe.Costs())
     assert timeline.critical_path() == [] and timeline.in_flight(0) == [(0.0, 0)]
     assert (timeline.makespan, timeline.bubble, timeline.idle) == (0.0, 0.0, (Idle(), Idle()))
+
+
+def test_filling_ends_with_the_first_backward_and_draining_begins_after_the_last_forward() -> None:
+    program = pe.build("1f1b", PAIR, 3).programs[0]
+    causes = [Phases.of(program).cause(place) for place in range(len(program))]
+    assert [str(action) for action in program] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
+    assert causes == ["fill"] * 3 + ["imbalance"] + ["drain"] * 2
+    assert Phases.of(()) == Phases(first_backward=0, last_forward=-1)
