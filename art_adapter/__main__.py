@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     canary = commands.add_parser("canary", help="train a tiny GPT over a pipeline and on one stage, and compare")
     canary.add_argument("--pp", type=_at_least_one, default=2, help="pipeline stages (default 2)")
     canary.add_argument("--dp", type=_at_least_one, default=1, help="data-parallel ranks (default 1)")
-    canary.add_argument("--tp", type=_at_least_one, default=1, help="tensor-parallel ranks (default 1)")
+    canary.add_argument("--tp", type=_at_least_one, default=1, help="tensor- and sequence-parallel ranks (default 1)")
     canary.add_argument("--cp", type=_at_least_one, default=1, help="context-parallel ranks (default 1)")
     canary.add_argument("--virtual", type=_at_least_one, default=1, help="model chunks per rank (default 1)")
     canary.add_argument("--schedule", help="name of the pipeline schedule (default: what fits the stages)")

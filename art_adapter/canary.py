@@ -26,7 +26,7 @@ from .records import tensors_of
 from .runtime import language_model
 from .scheduling import chain_of, schedule_for
 from .tiny_gpt import Cut, Shape, licence_text_inputs
-from .topology import Topology, check_supported
+from .topology import Topology, UnsupportedTopologyError, check_supported
 from .trainer import TrainerRank
 
 ITEMS = 8
@@ -298,8 +298,14 @@ def check_plan(plan: Plan) -> None:
 
     Raises:
         ValueError: an unknown schedule, or more stages than layers.
-        UnsupportedTopologyError: a combination of parallel sizes that a pipelined trainer refuses.
+        UnsupportedTopologyError: a combination of parallel sizes that a pipelined trainer refuses, or that its host
+            runs on a GPU only.
     """
+    if plan.host == "art" and plan.cp > 1:
+        raise UnsupportedTopologyError(
+            "ART's own context parallelism needs a GPU, and the canary runs on the CPU; "
+            "use --cp 1, or unset ART_SRC to run it over the reference."
+        )
     plan.cut.counts(Shape().layers)
     pe.build(plan.schedule_that_runs, plan.graph, num_microbatches=1)
     check_supported(Topology(plan.pp, plan.tp, plan.cp, expert=1, chunks=plan.virtual))

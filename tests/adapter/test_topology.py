@@ -44,6 +44,7 @@ def test_on_one_stage_nothing_is_refused() -> None:
         (Plan(schedule="none"), ValueError, "schedule 'none' is unknown"),
         (Plan(virtual=3), ValueError, "6 stages need at least 6 layers"),
         (Plan(virtual=2, schedule="1f1b"), pe.ScheduleError, "1f1b"),
+        (Plan(cp=2, host="art"), UnsupportedTopologyError, "ART's own context parallelism needs a GPU"),
     ],
 )
 def test_a_canary_that_cannot_run_is_refused_before_it_starts(plan: Plan, error: type[Exception], words: str) -> None:
