@@ -121,7 +121,7 @@ class PipelinedForward:
         run = super().dp_rank_forward  # type: ignore[misc]
         if self.stages is None:
             return run(inputs, **options)
-        self.stages.pipeline.meet()
+        self._meet()
         wave = self._planned(lambda: run(inputs, **options))
         self.stages.check_planned_alike(wave.groups)
         with self._as_memory_error():
@@ -131,14 +131,16 @@ class PipelinedForward:
         """As the trainer's own, once every backward that was called is complete; collective over all ranks."""
         step: Callable[..., dict[str, float]] = super().optim_step  # type: ignore[misc]
         if self.stages is not None:
-            self.stages.pipeline.flush()
+            with self._as_memory_error():
+                self.stages.pipeline.flush()
             self._changes += 1
         return step(**options)
 
     def zero_grad(self) -> None:
         """As the trainer's own, after the backwards that the caller's backward calls stand for have all run."""
         if self.stages is not None:
-            self.stages.pipeline.invalidate()
+            with self._as_memory_error():
+                self.stages.pipeline.invalidate()
         super().zero_grad()  # type: ignore[misc]
 
     def close(self) -> None:
@@ -185,8 +187,7 @@ class PipelinedForward:
 
     def _agree_on_horizon(self) -> None:
         """A rank whose caller failed has left its loop early, and others have not: the smallest holds."""
-        assert self.stages is not None
-        self.stages.pipeline.meet()
+        self._meet()
         group = parallel_state.get_pipeline_model_parallel_group()
         self._horizon.size = -largest([-self._horizon.size], device=self.device, group=group)[0]
 
@@ -196,7 +197,7 @@ class PipelinedForward:
         While the trainer knows nothing of the memory yet, it plans one, which must run before it can plan better.
         """
         assert self.stages is not None
-        self.stages.pipeline.meet()  # planning does collectives
+        self._meet()
         waves: list[Wave] = []
         wave, learns = Wave(), False
         while len(waves) < self._horizon.size and not learns:
@@ -223,9 +224,18 @@ class PipelinedForward:
         self._line = line = Line(self.stages.pipeline.waves, self._room)
         return line
 
+    def _meet(self) -> None:
+        """Hear of a failure before the collectives of planning, in which the others would be alone."""
+        assert self.stages is not None
+        with self._as_memory_error():
+            self.stages.pipeline.meet()
+
     @contextmanager
     def _as_memory_error(self) -> Iterator[None]:
-        """A deferred forward that ran out of memory, here or on another rank, is the trainer's own error everywhere."""
+        """A deferred forward that ran out of memory, here or on another rank, is the trainer's own error everywhere.
+
+        Except in ``backward``, which is torch's: a rank that hears of it there raises PeerFailedError.
+        """
         try:
             yield
         except Exception as error:
@@ -358,7 +368,8 @@ class PipelinedForward:
         load = super()._load_slot  # type: ignore[misc]
         if self.stages is None:
             return int(load(*arguments, **options))
-        self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
+        with self._as_memory_error():
+            self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
         self._changes += 1
         return int(together("loading a slot", lambda: load(*arguments, **options)))
 

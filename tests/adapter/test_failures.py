@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core import parallel_state
 
 from art_adapter.runtime import language_model
 from art_adapter.tiny_gpt import Cut
@@ -78,6 +79,14 @@ def out_of_memory(play: Play, culprit: bool) -> None:
         loop(play)
 
 
+def out_of_memory_ahead(play: Play, culprit: bool) -> None:
+    """A rank that has its window already hears of it in its step."""
+    own = 0 if parallel_state.is_pipeline_last_stage() else 1  # the last stage runs nothing ahead
+    with failing(play, at=own if culprit else -1, error=torch.cuda.OutOfMemoryError):
+        next(play.windows(play.requests(6)))
+        play.step()
+
+
 def in_the_callers_loss(play: Play, culprit: bool) -> None:
     loop(play, loss_fails_at=1 if culprit else -1)
 
@@ -98,6 +107,7 @@ FAILURES: dict[str, Callable[[Play, bool], None]] = {
         in_a_backward,
         in_a_forward_of_all_at_once,
         out_of_memory,
+        out_of_memory_ahead,
         in_the_callers_loss,
         too_little_memory,
     )
@@ -145,10 +155,14 @@ def test_every_rank_raises_within_ten_seconds_and_names_the_one_at_fault(seen: A
         assert kind != "nothing" and seconds < SECONDS, (rank, kind, text, seconds)
         if name == "too_little_memory":  # the ranks agree on it
             assert kind == "TrainerRankMemoryError" and "1000 are available" in text
-        elif name == "out_of_memory" and (rank == culprit or kind == "TrainerRankMemoryError"):
+        elif name == "out_of_memory_ahead" or (name == "out_of_memory" and rank == culprit):
             assert kind == "TrainerRankMemoryError" and "pass fewer or shorter inputs" in text
+        elif name == "out_of_memory" and kind == "TrainerRankMemoryError":  # it was not in its backward
+            assert "pass fewer or shorter inputs" in text
         elif rank == culprit:
             assert "cannot" in text and kind == "ArithmeticError"
+        elif name == "in_the_callers_loss" and kind == "UsageError":  # it had all it needed, and found out in its step
+            assert f"rank {culprit} has 'meet'" in text and "'flush'" in text
         else:
             assert kind == "PeerFailedError" and f"rank {culprit}" in text, text
 
