@@ -493,26 +493,49 @@ def data_parallel(rank: int) -> Any:
     trainer = with_slots(ReferenceTrainerRank(build_runtime()))
     total = torch.tensor([float(rank + 1)])
     trainer.dp_reduce(total)
-    seen, norms = [], []
+    weights = trainer._checkpoint_slot_params_by_name["A"]
+    seen, gradients, norms, after = [], [], [], [[weight.detach().clone() for weight in weights]]
     for _ in range(2):
         for batch in trainer.forward_micro_batches(licence_text_inputs(5)):
             if batch.outputs:
                 loss_of(batch.outputs).backward()
             seen += batch.indices
-        # Where a gradient is nearly zero, AdamW makes a step of full size out of how it was rounded.
-        norms.append(trainer.optim_step(params=AdamParams(learning_rate=1e-3))["grad_norm"])
-    weights = [parameter.detach() for parameter in trainer._checkpoint_slot_params_by_name["A"]]
-    return total.item(), seen, norms, weights
+        gradients.append(trainer._reduce_dynamic_grads(weights, scale_grads=1.0))
+        norms.append(trainer.optim_step(params=ADAM)["grad_norm"])
+        after.append([weight.detach().clone() for weight in weights])
+    return total.item(), seen, gradients, norms, after
 
 
 def test_two_data_parallel_ranks_step_like_one_on_the_union(runtime: Runtime) -> None:
+    """Both see the gradients of the union and make AdamW's step out of them.
+
+    Their weights are not compared with those of one rank: AdamW divides a gradient by its own size, so where it is
+    nearly zero, how the sum over ranks was rounded becomes a difference of up to a whole step.
+    """
     zero, one = on_ranks(data_parallel, 2)
     alone = data_parallel(0)
     assert (zero[0], one[0], alone[0]) == (3.0, 3.0, 1.0)
     assert (zero[1], one[1], alone[1]) == ([0, 2, 4] * 2, [1, 3] * 2, [0, 1, 2, 3, 4] * 2)
-    assert zero[2] == one[2] == pytest.approx(alone[2], rel=1e-6)
-    assert all(map(torch.equal, zero[3], one[3]))
-    torch.testing.assert_close(zero[3], alone[3], rtol=0, atol=1e-6)
+    torch.testing.assert_close(zero[2], alone[2], rtol=0, atol=1e-6)
+    assert zero[3] == one[3] == pytest.approx(alone[3], rel=1e-6)
+    for ours, theirs in zip(zero[4], one[4], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    torch.testing.assert_close(zero[4], by_adamw(zero[4][0], zero[2], zero[3]), rtol=0, atol=1e-6)
+
+
+def by_adamw(weights: Any, gradients: Any, norms: list[float]) -> list[list[torch.Tensor]]:
+    """The weights before and after each step of torch's own AdamW."""
+    own = [torch.nn.Parameter(weight.clone()) for weight in weights]
+    adamw = torch.optim.AdamW(
+        own, lr=ADAM.learning_rate, betas=(ADAM.beta1, ADAM.beta2), weight_decay=ADAM.weight_decay
+    )
+    after = [weights]
+    for step, norm in zip(gradients, norms, strict=True):
+        for weight, gradient in zip(own, step, strict=True):
+            weight.grad = gradient * min(1.0, ADAM.grad_clip_norm / norm)
+        adamw.step()
+        after.append([weight.detach().clone() for weight in own])
+    return after
 
 
 def wrong_counts(rank: int) -> Any:
