@@ -198,7 +198,8 @@ class Pipeline:
             The losses in order, detached, on every rank.
 
         Raises:
-            As ``stream``; UsageError also if ``loss_fn`` returns something else.
+            As ``stream``; UsageError also if ``loss_fn`` returns something else, or a loss that requires no gradient
+            though the outputs do.
         """
         call = self._begin("step", microbatches, None, hand_out=False)
         losses = collects_losses(call, loss_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +27,8 @@ def collects_losses(call: Call, loss_fn: LossFunction) -> list[torch.Tensor]:
         if call.modes.differentiates:
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
+            elif entry.anchors:
+                _refuse_cut_off(number)
             call.executor.give(microbatch, entry.grads)
         losses.append(loss.detach())
 
@@ -40,4 +42,13 @@ def _checked(loss: object, number: int) -> torch.Tensor:
     what = f"tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
     raise UsageError(
         f"loss_fn returned a {what} for microbatch {number}; step differentiates a tensor with one element: return it."
+    )
+
+
+def _refuse_cut_off(number: int) -> NoReturn:
+    """Plain autograd would raise too; without a word the stages would be left without gradients."""
+    raise UsageError(
+        f"loss_fn returned a loss that requires no gradient for microbatch {number}, whose outputs require one; step "
+        "differentiates it: compute it from the outputs without detach(), item() or no_grad(), or call step under "
+        "torch.no_grad() if no gradient is wanted."
     )

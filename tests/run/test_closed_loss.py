@@ -37,3 +37,36 @@ def test_a_loss_that_is_no_scalar_is_refused_on_every_rank_and_the_next_call_is_
         rank.check_gradients(range(len(ROWS)), ROWS)
 
     on_ranks(on_rank)
+
+
+@pytest.mark.parametrize("cut", [lambda outputs: outputs.detach().sum(), lambda outputs: torch.zeros(())])
+def test_a_loss_that_is_cut_off_from_the_outputs_is_refused_on_every_rank_unless_no_gradient_is_wanted(
+    cut: Any,
+) -> None:
+    def loss(outputs: Any, number: int) -> Any:
+        return cut(outputs) if number == 2 else loss_of(outputs, number)
+
+    said = (
+        r"loss_fn returned a loss that requires no gradient for microbatch 2, whose outputs require one; step "
+        r"differentiates it: compute it from the outputs without detach\(\)"
+    )
+
+    def on_rank(rank: Rank) -> None:
+        kind = pe.UsageError if rank.number == 1 else pe.PeerFailedError
+        with pytest.raises(kind, match=said):
+            rank.pipeline.step(batch(ROWS), loss)
+        with torch.no_grad():
+            assert len(rank.pipeline.step(batch(ROWS), loss)) == len(ROWS)
+        rank.zero_grad()
+        rank.pipeline.step(batch(ROWS), loss_of)
+        rank.check_gradients(range(len(ROWS)), ROWS)
+
+    on_ranks(on_rank)
+
+
+def test_of_frozen_stages_any_loss_is_taken() -> None:
+    def on_rank(rank: Rank) -> list[float]:
+        rank.stage.requires_grad_(False)
+        return [loss.item() for loss in rank.pipeline.step(batch(ROWS), lambda outputs, number: torch.ones(()))]
+
+    assert on_ranks(on_rank) == [[1.0] * len(ROWS)] * 2
