@@ -74,7 +74,7 @@ class Mailbox:
     def send(self, value: Value, target: int, parts: Sequence[torch.Tensor], *, room: int = wire.FIRST_BYTES) -> None:
         """Start sending the parts of a message, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
-        wire.mark_place(parts, self.traffic.sent[channel])
+        wire.mark_place(parts, channel, self.traffic.sent[channel])
         self.traffic.sent[channel] += 1
         first, *second = parts
         handles = [self.transport.send(channel, first, room=room)]
@@ -108,7 +108,7 @@ class Mailbox:
             self._read_next(channel)
         if letter.second is not None:
             self.transport.wait(letter.second, deadline=self.deadline)
-            wire.check_place(letter.second.buffer, letter.place)
+            wire.check_place(letter.second.buffer, channel, letter.place)
         del self._letters[value]
         return letter.first.buffer if letter.second is None else letter.second.buffer
 
@@ -117,7 +117,7 @@ class Mailbox:
         letter = self.traffic.unread[channel][0]
         self.transport.wait(letter.first, deadline=self.deadline)
         size = wire.second_part_bytes(letter.first.buffer)
-        wire.check_place(letter.first.buffer, letter.place)
+        wire.check_place(letter.first.buffer, channel, letter.place)
         if size:
             letter.second = self.transport.receive(continued(channel), size)
         letter.is_read = True

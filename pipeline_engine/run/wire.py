@@ -3,6 +3,7 @@
     prefix       64 bytes: magic, kind, number of parts, checksum, call, microbatch, lengths, place on its channel
     description  padded to 64 bytes: structure, shapes, dtypes, which leaves want a gradient
     tensors      each padded to 64 bytes
+    tail         8 bytes: channel and place once more, so that a message whose end is missing is noticed
 
 A message is one part if it fits what the receiver can post without knowing it (``limit``).  Otherwise a bare prefix
 announces the length of the second part, which is the message.  A notice of failure is one part that fits every
@@ -16,12 +17,14 @@ import pickle
 import struct
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from attrs import frozen
 
 from pipeline_engine.errors import TransportError
+from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads
 from pipeline_engine.run.layout import Layout, Shape, layout_of_cargo, layout_of_grads, read_grads_layout, read_layout
 from pipeline_engine.run.transports.base import Failure
@@ -29,8 +32,9 @@ from pipeline_engine.run.transports.base import Failure
 FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
 
-_PREFIX = struct.Struct("<4sBBBxIQQQQ20x")
+_PREFIX = struct.Struct("<4sBBBxIQQQQQ12x")
 _PLACE, _PLACE_AT = struct.Struct("<Q"), 44  # in the prefix, but written when it is known
+_TAIL = struct.Struct("<II")  # in an announcement it lies in the padding of the prefix
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
 
@@ -71,19 +75,35 @@ def encode_failure(failure: Failure) -> torch.Tensor:
     return _parts(_FAILURE, Stamp(0), Layout(description, ()), [], FIRST_BYTES)[0]
 
 
-def mark_place(parts: Sequence[torch.Tensor], place: int) -> None:
-    """Write into each part which message of its channel it is, counted from 0."""
+def mark_place(parts: Sequence[torch.Tensor], channel: Channel, place: int) -> None:
+    """Write into each part which message of its channel it is, counted from 0: into its prefix, and at its end."""
+    tail = _tail(channel, place)
     for part in parts:
         _write(part, _PLACE_AT, _PLACE.pack(place))
+        _write(part, part.numel() - _TAIL.size, tail)
 
 
-def check_place(part: torch.Tensor, place: int) -> None:
-    """Raise TransportError unless it is this message of its channel."""
-    (found,) = _PLACE.unpack(_read(part, _PLACE_AT, _PLACE.size))
-    if found != place:
+def check_place(part: torch.Tensor, channel: Channel, place: int) -> None:
+    """Raise TransportError unless it is this message of its channel, to its end."""
+    prefix = _prefix(part)
+    if prefix.place != place:
         raise TransportError(
-            f"message {found} of a channel arrived where message {place} was expected: one was lost, or came twice."
+            f"message {prefix.place} of a channel arrived where message {place} was expected: one was lost, or came "
+            "twice."
         )
+    end = ALIGNMENT if prefix.parts == 2 else prefix.total + _TAIL.size
+    if _read(part, end - _TAIL.size, _TAIL.size) != _tail(channel, place):
+        raise TransportError(f"message {place} of channel {channel} arrived without its end: it was cut short.")
+
+
+def _tail(channel: Channel, place: int) -> bytes:
+    """Other channels are told apart: what stood in the memory of a receive may be a message of one of them."""
+    return _TAIL.pack(_number_of(channel), place & 0xFFFFFFFF)
+
+
+@lru_cache(4096)
+def _number_of(channel: Channel) -> int:
+    return zlib.crc32(str(channel).encode())
 
 
 def second_part_bytes(first: torch.Tensor) -> int:
@@ -95,7 +115,7 @@ def second_part_bytes(first: torch.Tensor) -> int:
     prefix = _prefix(first)
     if prefix.kind == _FAILURE:
         raise _failure(first, prefix).as_error()
-    return prefix.total if prefix.parts == 2 else 0
+    return prefix.total + _TAIL.size if prefix.parts == 2 else 0
 
 
 def failure_in(message: torch.Tensor) -> Failure | None:
@@ -134,16 +154,16 @@ def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
 def _parts(
     kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int
 ) -> tuple[torch.Tensor, ...]:
-    message = torch.empty(layout.total, dtype=torch.uint8)
+    message = torch.empty(layout.total + _TAIL.size, dtype=torch.uint8)
     for (shape, place), tensor in zip(layout.tensors, tensors, strict=True):
         _place(message, place, shape).copy_(tensor)
     description, checksum = layout.description, 0
     if stamp.verify:
         _write(message, ALIGNMENT, description)
         checksum = _checksum(message, layout.total)
-    rest = (checksum, stamp.call, stamp.microbatch, len(description), layout.total)
+    rest = (checksum, stamp.call, stamp.microbatch, len(description), layout.total, 0)
     _write(message, 0, _PREFIX.pack(_MAGIC, kind, 1, stamp.verify, *rest) + description)
-    if layout.total <= limit:
+    if message.numel() <= limit:
         return (message,)
     announcement = torch.empty(ALIGNMENT, dtype=torch.uint8)
     _write(announcement, 0, _PREFIX.pack(_MAGIC, kind, 2, stamp.verify, *rest))
@@ -151,7 +171,7 @@ def _parts(
 
 
 def _checksum(message: torch.Tensor, total: int) -> int:
-    """Of all bytes behind the prefix."""
+    """Of all bytes between prefix and tail."""
     return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
 
 
@@ -181,6 +201,7 @@ class _Prefix(NamedTuple):
     microbatch: int
     length: int
     total: int
+    place: int
 
 
 def _prefix(message: torch.Tensor) -> _Prefix:

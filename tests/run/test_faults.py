@@ -186,3 +186,40 @@ def test_no_fault_over_gloo_leads_to_a_hang_or_to_a_wrong_gradient_without_an_er
             honest = "the pipeline is broken, because rank 0", "rank 0 has closed its transport"
             assert then.is_right or any(words in then.raised for words in honest), (fault, ranks)
             assert then.is_right == (fault is not Fault.CLOSE), (fault, ranks)
+
+
+LARGE = [4000, 4000]  # rows: an activation and its gradient go through gloo, which fills what has come
+
+
+def cut_over_gloo(rank: int, cuts: list[tuple[int, int]]) -> list[list[Ended]]:
+    """Of each cut the rank, and the number of its send: a second part, or a gradient, which is one part."""
+    outcomes = []
+    faulty = FaultyTransport(pe.TorchTransport())
+    subject = Rank(faulty, "1f1b", Layer)
+    with subject.pipeline:
+        for victim, at in cuts:
+            faulty.plan({at: Fault.TRUNCATE} if rank == victim else {})
+            outcomes.append([attempt_with(subject, LARGE)])
+            faulty.plan()
+            outcomes[-1].append(attempt_with(subject, LARGE))
+    return outcomes
+
+
+def attempt_with(rank: Rank, rows: list[int]) -> Ended:
+    rank.zero_grad()
+    try:
+        rank.train(rows)
+        rank.check_gradients(range(len(rows)), rows)
+    except pe.PipelineError as error:
+        return Ended(str(error), False)
+    return Ended("", True)
+
+
+def test_a_large_message_over_gloo_whose_end_is_missing_is_refused_though_no_checksum_is_asked_for() -> None:
+    cuts = [(0, 1), (0, 3), (1, 1), (1, 2)]
+    ranks = run_in_processes(cut_over_gloo, 2, cuts)
+    for rank in ranks:
+        assert not isinstance(rank, Crash), rank
+        for cut, (first, then) in zip(cuts, rank, strict=True):
+            assert "arrived without its end: it was cut short" in first.raised, (cut, ranks)
+            assert then.is_right, (cut, ranks)

@@ -142,17 +142,17 @@ class Meddling(Transport):
         self.inner.close()
 
 
-def posted_as(message: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def posted_as(channel: Channel, message: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Another message in the place of one."""
     (other,) = parts
-    place = next(place for place in range(100) if not _refuses(message, place))
-    wire.mark_place([other], place)
+    place = next(place for place in range(100) if not _refuses(channel, message, place))
+    wire.mark_place([other], channel, place)
     return other
 
 
-def _refuses(message: torch.Tensor, place: int) -> bool:
+def _refuses(channel: Channel, message: torch.Tensor, place: int) -> bool:
     try:
-        wire.check_place(message, place)
+        wire.check_place(message, channel, place)
     except pe.TransportError:
         return True
     return False
@@ -164,7 +164,7 @@ class DropsAGradient(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if not channel.name.startswith("dx") or self.counts[channel.name] != 3:
             return message
-        return posted_as(message, wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES))
+        return posted_as(channel, message, wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES))
 
 
 class LiesAboutTheMicrobatch(Meddling):
@@ -173,7 +173,7 @@ class LiesAboutTheMicrobatch(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        return posted_as(message, wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2)))
+        return posted_as(channel, message, wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2)))
 
 
 class ShrinksATensor(Meddling):
@@ -183,7 +183,7 @@ class ShrinksATensor(Meddling):
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
         longer = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), Stamp(1), limit=10**6)
-        return posted_as(message, longer)[: message.numel()]
+        return posted_as(channel, message, longer)[: message.numel()]
 
 
 class Repeats(Meddling):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline_engine.errors import TransportError
+from pipeline_engine.plan.values import Channel
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo
 from pipeline_engine.run.transports.base import Failure
@@ -124,7 +125,7 @@ def test_foreign_bytes_are_refused() -> None:
 def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), Stamp(0))
     with pytest.raises(TransportError, match=r"a message of .* bytes arrived where 640 bytes were announced"):
-        wire.decode_cargo(message[: message.numel() - missing - 48], Stamp(0))
+        wire.decode_cargo(message[: message.numel() - missing - 56], Stamp(0))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
@@ -132,7 +133,7 @@ def test_with_a_checksum_no_changed_byte_passes(place: int, change: int) -> None
     stamp = Stamp(0, verify=True)
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), stamp)
     assert torch.equal(wire.decode_cargo(message, stamp).tree(), torch.ones(100))
-    place = ALIGNMENT + place % (message.numel() - ALIGNMENT)
+    place = ALIGNMENT + place % (message.numel() - ALIGNMENT - 8)  # the tail belongs to the channel
     message[place] = (int(message[place]) + change) % 256
     with pytest.raises(TransportError, match="the checksum of a message for microbatch 0 is wrong"):
         wire.decode_cargo(message, stamp)
@@ -156,3 +157,33 @@ def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing:
 def test_an_ordinary_message_is_no_notice_of_failure() -> None:
     assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(0))[0]) is None
     assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(5000)), Stamp(0))[0]) is None
+
+
+X0, DX1 = Channel(0, 1, "x0"), Channel(2, 1, "dx2")
+
+
+def marked(cargo: Cargo, channel: Channel, place: int) -> tuple[torch.Tensor, ...]:
+    parts = wire.encode_cargo(cargo, Stamp(place))
+    wire.mark_place(parts, channel, place)
+    return parts
+
+
+@pytest.mark.parametrize("rows", [5, 5000])
+def test_every_part_of_a_message_is_that_of_its_channel_and_place(rows: int) -> None:
+    for part in marked(Cargo.of(torch.ones(rows)), X0, 3):
+        wire.check_place(part, X0, 3)
+        with pytest.raises(TransportError, match="message 3 of a channel arrived where message 4 was expected"):
+            wire.check_place(part, X0, 4)
+        with pytest.raises(TransportError, match=r"message 3 of channel .* arrived without its end: it was cut short"):
+            wire.check_place(part, DX1, 3)
+
+
+@given(st.integers(8, 20_000))
+def test_a_message_that_fills_only_the_head_of_its_receive_is_refused_whatever_stood_there(missing: int) -> None:
+    """There stood the message of the same size and place on another channel, and the one before on this channel."""
+    _, sent = marked(Cargo.of(torch.ones(5000)), X0, 3)
+    for stale in (marked(Cargo.of(torch.zeros(5000)), DX1, 3)[1], marked(Cargo.of(torch.zeros(5000)), X0, 2)[1]):
+        arrived = stale.clone()
+        arrived[: sent.numel() - missing] = sent[: sent.numel() - missing]
+        with pytest.raises(TransportError, match="cut short"):
+            wire.check_place(arrived, X0, 3)
