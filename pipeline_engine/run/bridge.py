@@ -30,6 +30,7 @@ from pipeline_engine.run.executor import Executor
 from pipeline_engine.run.fitting import check_fit, check_kinds, digest_of, fitting_schedule
 from pipeline_engine.run.gate import Gatekeeper
 from pipeline_engine.run.last_backward import LastBackward, OnLastBackward, check_whole
+from pipeline_engine.run.leaving import Departure
 from pipeline_engine.run.lookout import Lookout
 from pipeline_engine.run.mailbox import Mailbox, Traffic, failure_of
 from pipeline_engine.run.microbatch import Microbatch
@@ -70,7 +71,7 @@ class Pipeline:
         rng: None: stages draw random numbers from torch's default generators as they come (threads of one process take
             turns, in an order that is not always the same); ``"per-microbatch"``: what
             a microbatch draws does not depend on how the model is cut or in which order microbatches run.
-        verify: whether each message carries a checksum; sizes and what it belongs to are always checked.
+        verify: whether each message carries a checksum; its size, its end and what it belongs to are always checked.
         on_last_backward: called with the number of a stage just before the last backward of that stage in a call, so
             that a data parallel wrapper can be told to reduce in that one.  Which one is the last is known if every
             item gets its backward, or ``skip`` before the others have had theirs; an item that is left without either,
@@ -119,7 +120,7 @@ class Pipeline:
         self._why_failed = self._broken = ""
         self._is_closed = False
         self._owner = Owner()
-        transport.host = Lookout(self._doing, lambda: list(self._calls))
+        transport.host = Lookout(transport.rank, self._doing, lambda: list(self._calls))
         with self._guarded(), self._doing.meets("building"):
             if transport.has_raised:
                 self._settle()
@@ -146,7 +147,8 @@ class Pipeline:
 
         Raises:
             UsageError: the ranks do not agree on the call, or it is made on a closed pipeline.
-            PeerFailedError: another rank failed; the next call works if all ranks are alive.
+            PeerFailedError: another rank failed, or its caller left this loop before an item that is asked for here;
+                the next call works if all ranks are alive.
             TransportError: the pipeline is broken, because an earlier failure left too little alive.
             DeadlineError: a wait took longer than ``deadline``; the message says what every rank does.
         """
@@ -295,6 +297,9 @@ class Pipeline:
             for place, index in enumerate(call.order):
                 yield Yielded(index, call.ask(place), call, place)
             call.finish()
+        except GeneratorExit:  # maybe in a finaliser, and in another thread
+            self._transport.leave(Departure(call.number, call.entry, place + 1, index).packed())
+            raise
         finally:
             call.is_running = False
 

@@ -75,7 +75,9 @@ class Call:
         self._check_may_go_on()
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
+        self.executor.doing.wanted = (self.number, microbatch)
         self._play("ask", microbatch)
+        self.executor.doing.wanted = None
         self.executor.count(microbatch)
         handed, self._handed = self._handed, None
         return handed

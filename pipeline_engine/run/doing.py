@@ -42,6 +42,7 @@ class Doing:
         calls: how many calls the caller has made; a flush is one.
         entry: the method that he called last.
         item: the microbatch that he was handed last in that call; -1 if none.
+        wanted: number of the call and place in it of the item that he waits for, if he waits for one.
         action: what is being performed, if anything is.
         meeting: where all ranks are being waited for, if they are.
     """
@@ -49,6 +50,7 @@ class Doing:
     calls: int = 0
     entry: str = "the building"
     item: int = -1
+    wanted: tuple[int, int] | None = None
     action: Action | None = None
     meeting: str = ""
 

@@ -9,6 +9,7 @@ from attrs import frozen
 from pipeline_engine.run.agreement import strayed
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.doing import Doing
+from pipeline_engine.run.leaving import missed
 from pipeline_engine.run.transports.base import Failure
 
 
@@ -17,10 +18,12 @@ class Lookout:
     """A transport's ``Host``.
 
     Args:
+        rank: this rank.
         doing: the record of this rank.
         calls: those that are not over.
     """
 
+    rank: int
     doing: Doing
     calls: Callable[[], Sequence[Call]]
 
@@ -28,4 +31,5 @@ class Lookout:
         return self.doing.state()
 
     def judge(self, peer: int, word: bytes) -> Failure | None:
-        return strayed(peer, word, {call.number: (bytes(call.marks), call.summary) for call in self.calls()})
+        past = {call.number: (bytes(call.marks), call.summary) for call in self.calls()}
+        return strayed(peer, word, past) or missed(peer, word, self.rank, self.doing.wanted, self.doing.item)

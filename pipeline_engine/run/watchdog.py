@@ -19,7 +19,7 @@ from typing import Protocol
 
 from attrs import Factory, asdict, define, field
 
-from pipeline_engine.run.transports.base import Failure
+from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Failure
 from pipeline_engine.run.transports.wires import Frame, Kind, Wire
 
 LOST = "its connection was lost"
@@ -72,6 +72,8 @@ class Watchdog:
     _words: dict[tuple[int, int], dict[int, bytes]] = Factory(lambda: defaultdict(dict))
     _tallies: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
     _answers: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _departures: dict[int, bytes] = Factory(dict)  # by peer, the last one of this epoch
+    _own_departure: tuple[float, bytes] | None = None  # and when it is told
     _questions: int = 0
     _alarm: float | None = None
     _closed: bool = False
@@ -115,6 +117,10 @@ class Watchdog:
         words = self._words.get((self.epoch, number), {})
         return [] if self.rank in words else list(words.items())
 
+    def departures(self) -> list[tuple[int, bytes]]:
+        """What peers have said when they left a loop, in this epoch; never blocks."""
+        return list(self._departures.items()) if self._departures else []
+
     def forget_words(self, number: int) -> None:
         self._words.pop((self.epoch, number), None)
 
@@ -145,13 +151,20 @@ class Watchdog:
         """Take ``failure`` for the first of this epoch, unless another one is known."""
         with self._lock:
             self._failures.setdefault(self.epoch, failure)
+            self._own_departure = None
             self._alarm = self._alarm or monotonic() + self.grace
             self._changed.notify_all()
+        self._ring()
+
+    def say_later(self, departure: bytes) -> None:
+        """Tell all soon, unless this rank says something else before; for any thread, and takes no lock."""
+        self._own_departure = (monotonic() + SECONDS_TO_EXPLAIN, departure)
         self._ring()
 
     def say_word(self, number: int, word: bytes) -> None:
         with self._lock:
             self.words(number)[self.rank] = word
+            self._own_departure = None
         self.tell_all(Kind.WORD, word, number)
 
     def ask_all(self, seconds: float) -> dict[int, bytes]:
@@ -171,6 +184,8 @@ class Watchdog:
             self._tallies.pop(self.epoch, None)
             for key in [key for key in self._words if key[0] <= self.epoch]:
                 del self._words[key]
+            self._departures.clear()
+            self._own_departure = None
             self.epoch += 1
             if self._died:
                 self._failures[self.epoch] = next(iter(self._died.values()))
@@ -226,10 +241,20 @@ class Watchdog:
         if self._alarm is not None and monotonic() >= self._alarm:
             self._alarm = None
             self._master.on_patience_lost()
+        self._tell_departure()
+
+    def _tell_departure(self) -> None:
+        with self._lock:
+            due, self._own_departure = self._own_departure, None
+            if due is not None and monotonic() < due[0]:
+                due, self._own_departure = None, due
+        if due is not None:
+            self.tell_all(Kind.DEPARTURE, due[1])
 
     def _patience(self) -> float | None:
-        alarm = self._alarm
-        return None if alarm is None else max(alarm - monotonic(), 0)
+        alarm, departure = self._alarm, self._own_departure
+        times = [time for time in (alarm, departure[0] if departure else None) if time is not None]
+        return max(min(times) - monotonic(), 0) if times else None
 
     def _answer_bell(self) -> bytes:
         try:
@@ -262,6 +287,8 @@ class Watchdog:
             return  # settled already
         elif frame.kind is Kind.WORD:
             self._words[frame.epoch, frame.number][peer] = frame.body
+        elif frame.kind is Kind.DEPARTURE:
+            self._departures[peer] = frame.body
         elif frame.kind is Kind.TALLY:
             self._tallies[frame.epoch][peer] = frame.body
         else:

@@ -173,6 +173,9 @@ class FaultyTransport(Transport):
     def states(self, seconds: float) -> dict[int, bytes]:
         return self._inner.states(seconds)
 
+    def leave(self, word: bytes) -> None:
+        self._inner.leave(word)
+
     def fail(self, failure: Failure) -> None:
         self._inner.fail(failure)
 

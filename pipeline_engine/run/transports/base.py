@@ -19,6 +19,9 @@ from attrs import field, frozen, validators
 from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.values import Channel
 
+SECONDS_TO_EXPLAIN = 0.5
+"""Whoever leaves a loop may say more about it, with a traceback, before peers are told that he has."""
+
 
 @frozen
 class Failure:
@@ -48,7 +51,7 @@ class Host(Protocol):
         """What this rank does and waits for."""
 
     def judge(self, peer: int, word: bytes) -> Failure | None:
-        """Whether rank ``peer`` has left what this rank is still in, to judge by its word in the next exchange."""
+        """Whether rank ``peer`` has left what this rank is in, by its word in the next exchange, or when it left."""
 
 
 class Transport(ABC):
@@ -110,6 +113,13 @@ class Transport(ABC):
     def states(self, seconds: float) -> dict[int, bytes]:
         """What the host of each rank says that it does; a rank that says nothing within ``seconds`` is left out."""
         return {}
+
+    def leave(self, word: bytes) -> None:  # noqa: B027  a transport that says nothing leaves it to the deadline
+        """This rank's caller has left a loop: the host of every peer is to ``judge`` this ``word``.
+
+        It need not, if this rank takes part in an exchange or fails within ``SECONDS_TO_EXPLAIN``.  For any thread, and
+        for finalisers: never blocks.
+        """
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:

@@ -16,7 +16,9 @@ from attrs import Factory, define, field
 
 from pipeline_engine.errors import DeadlineError, TransportError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Failure, Handle, Host, Transport
+from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Failure, Handle, Host, Transport
+
+_SECONDS_BETWEEN_LOOKS = 0.25  # a departure rings no bell: it may come from a finaliser, which must take no lock
 
 
 @define(eq=False)
@@ -84,6 +86,7 @@ class _Hub:
     settling: _Meeting = field(init=False)
     closed: set[int] = Factory(set)
     ends: dict[int, MemoryTransport] = Factory(dict)
+    departures: dict[int, tuple[float, bytes]] = Factory(dict)  # by rank, and when it counts
     failure: Failure | None = None
     epoch: int = -1
 
@@ -96,6 +99,7 @@ class _Hub:
         self.meetings = defaultdict(lambda: _Meeting(self.num_ranks))
         self.settling = _Meeting(self.num_ranks)
         self.failure = None
+        self.departures.clear()
         self.epoch += 1
 
     def left(self, ranks: Iterable[int]) -> Failure | None:
@@ -118,7 +122,7 @@ class _Hub:
             if (remaining := until - monotonic()) <= 0:
                 ranks = ", ".join(f"rank {rank}" for rank in peers())
                 raise DeadlineError(f"{late} within {deadline} seconds; waiting for {ranks}.")
-            self.changed.wait(remaining)
+            self.changed.wait(min(remaining, _SECONDS_BETWEEN_LOOKS))
 
 
 @define(eq=False)
@@ -193,8 +197,9 @@ class MemoryTransport(Transport):
                 raise TransportError(f"a message on channel {channel} was not moved: {handle.problem}.")
 
     def _look_ahead(self) -> bool:
-        """Whether a rank has strayed, to judge by what it says in the exchange that comes next here."""
-        for peer, word in self._hub.meetings[self._exchanges].words.items():
+        """Whether a rank has strayed, to judge by what it says in the exchange that comes next here, or has said."""
+        left = [(peer, word) for peer, (due, word) in self._hub.departures.copy().items() if monotonic() >= due]
+        for peer, word in (*self._hub.meetings[self._exchanges].words.items(), *left):
             if self.host is not None and (failure := self.host.judge(peer, word)) is not None:
                 self._hub.failure = self._hub.failure or failure
                 self._hub.changed.notify_all()
@@ -209,10 +214,14 @@ class MemoryTransport(Transport):
             number, self._exchanges = self._exchanges, self._exchanges + 1
             meeting = self._hub.meetings[number]
             meeting.words[self.rank] = word
+            self._hub.departures.pop(self.rank, None)
             self._hub.changed.notify_all()
             self._hub.block(meeting.over, meeting.absent, "an exchange did not end", deadline)
             self._hub.meetings.pop(number - 1, None)  # every rank has left it
             return [meeting.words[rank] for rank in range(self.num_ranks)]
+
+    def leave(self, word: bytes) -> None:
+        self._hub.departures[self.rank] = (monotonic() + SECONDS_TO_EXPLAIN, word)
 
     def fail(self, failure: Failure) -> None:
         with self._hub.changed:

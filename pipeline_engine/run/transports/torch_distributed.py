@@ -230,13 +230,16 @@ class TorchTransport(Transport):
         raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {', rank '.join(map(str, missing))}.")
 
     def _look_ahead(self) -> None:
-        """Fail if a peer has strayed, to judge by what it says in the exchange that comes next here."""
-        for peer, word in self._watchdog.early_words(self._exchanges):
+        """Fail if a peer has strayed, to judge by what it says in the exchange that comes next here, or has said."""
+        for peer, word in self._watchdog.early_words(self._exchanges) + self._watchdog.departures():
             if self.host is not None and (failure := self.host.judge(peer, word)) is not None:
                 self.fail(failure)
 
     def states(self, seconds: float) -> dict[int, bytes]:
         return {rank: state for rank, state in self._watchdog.ask_all(seconds).items() if state}
+
+    def leave(self, word: bytes) -> None:
+        self._watchdog.say_later(word)
 
     def fail(self, failure: Failure) -> None:
         with suppress(Exception):

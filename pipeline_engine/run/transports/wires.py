@@ -28,6 +28,7 @@ class Kind(IntEnum):
     GOODBYE = 3
     ASK = 4
     ANSWER = 5
+    DEPARTURE = 6
 
 
 @frozen
