@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from importlib.metadata import version
@@ -84,9 +84,21 @@ for name, recipe in pe.SCHEDULES.items():
 """
 
 
-def test_the_plan_works_with_attrs_alone(built: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True, timeout=60)
-    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path)}))
+def interpreter(release: str) -> Path | str:
+    """A Python of this release: the one that runs the tests, one on the path, or one of pyenv's."""
+    if release == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for candidate in (shutil.which(f"python{release}"), *pyenv.glob(f"versions/{release}.*/bin/python")):
+        if candidate and subprocess.run([candidate, "-c", ""], capture_output=True, timeout=60).returncode == 0:
+            return candidate
+    pytest.skip(f"there is no Python {release} here")
+
+
+@pytest.mark.parametrize("release", ["3.11", "3.12", "3.13"])
+def test_the_plan_works_with_attrs_alone(built: Path, tmp_path: Path, release: str) -> None:
+    subprocess.run([interpreter(release), "-m", "venv", "--without-pip", tmp_path], check=True, timeout=60)
+    packages = tmp_path / "lib" / f"python{release}" / "site-packages"
     for package in (attr, attrs):
         home = Path(package.__file__).parent
         shutil.copytree(home, packages / home.name)

@@ -174,7 +174,7 @@ def test_the_loops_run_on_two_ranks_and_print_what_is_shown() -> None:
 
 
 def test_a_hugging_face_model_trains_as_it_does_uncut() -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: it is in the extra 'docs' only")
+    pytest.importorskip("transformers", reason="transformers is not installed")
     for ((printed, is_as_uncut),) in on_two_ranks(block("run: two ranks, with transformers")):
         assert printed == "" and is_as_uncut
 

@@ -88,21 +88,34 @@ def play_interrupted(case: Case, places: frozenset[int], transport: Transport) -
         return Played(seen, gradients, list(rank.log))
 
 
+class Saved:
+    """What a graph keeps in the place of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # of an output, which would hold its own graph
+
+
 class Remembering(Layer):
-    """A layer that knows which of its outputs are alive, by number of the microbatch."""
+    """A layer that knows which of its graphs are alive, by number of the microbatch."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.outputs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.graphs: dict[int, weakref.WeakSet[Saved]] = {}
 
     def forward(self, x: torch.Tensor, *, number: int = 0) -> torch.Tensor:
-        y = super().forward(x, number=number)
-        self.outputs[number] = weakref.ref(y)
-        return y
+        self.graphs[number] = weakref.WeakSet()
+
+        def save(tensor: torch.Tensor) -> Saved:
+            saved = Saved(tensor)
+            self.graphs[number].add(saved)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
+            return super().forward(x, number=number)
 
     @property
     def alive(self) -> set[int]:
-        return {number for number, output in self.outputs.items() if output() is not None}
+        return {number for number, graph in self.graphs.items() if graph}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

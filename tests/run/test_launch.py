@@ -44,7 +44,7 @@ def is_alive(pid: int) -> bool:
 
 STARTS_RANKS = """
 from pipeline_engine.launch import run_ranks
-from tests.test_launch import sleep_for_long
+from tests.run.test_launch import sleep_for_long
 if __name__ == "__main__":
     run_ranks(sleep_for_long, 2, timeout=60, on_news=lambda rank, pid: print(pid, flush=True))
 """
