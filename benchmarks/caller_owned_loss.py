@@ -99,7 +99,9 @@ class Row:
 def main() -> None:
     options = vars(parser().parse_args())
     file, planned = options.pop("json"), QUICK if options.pop("quick") else FULL
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
+    }
     plan = [evolve(planned[0], **given)] if given else planned
     record = Record()
     cases = [(settings, ranks) for settings in plan for ranks in settings.ranks]
