@@ -22,7 +22,7 @@ from pipeline_engine.run.tracing import Clock, CudaClock, HostClock, Recording
 from .cutting import CutPlan
 
 SECONDS_OF_AN_ACTION = 0.4e-3
-"""What the engine itself takes for an action; measured, see benchmarks/caller_owned_loss.md."""
+"""What the engine itself takes for an action; measured, see benchmarks/overhead.md."""
 SECONDS_OF_A_MESSAGE = 0.5e-3
 """From a send to its arrival; measured between two processes that wait for nothing else."""
 SECONDS_WITHOUT_TOKENS = 2e-3

@@ -25,7 +25,7 @@ from art_adapter.progress import progress
 from benchmarks.record import Record
 from benchmarks.steps import graph_for
 from benchmarks.tables import markdown, ratios
-from benchmarks.torch_peer import torch_step
+from benchmarks.torch_peer import torch_text_step
 from benchmarks.transformer import Shape, cut, next_token_loss, text
 from pipeline_engine.launch import run_ranks, tell
 
@@ -118,17 +118,7 @@ def drivers_of(
     def step() -> None:
         pipeline.step(data, lambda logits, index: next_token_loss(logits, rows[index]))
 
-    peers = {
-        peer: torch_step(
-            stages,
-            num_stages=graph.num_stages,
-            schedule=peer,
-            inputs=rows,
-            targets=torch.cat(rows),
-            loss=next_token_loss,
-        )
-        for peer in PEERS[schedule]
-    }
+    peers = {peer: torch_text_step(stages, graph, peer, rows) for peer in PEERS[schedule]}
     return {"stream": stream, "step": step, **peers, "alone": lambda: run_alone(stages, graph, rows, hidden)}
 
 

@@ -33,7 +33,7 @@ from benchmarks.steps import (
     engine_steps,
     graph_for,
     loss_of,
-    timed,
+    timed_in_turns,
     warm_up,
 )
 from benchmarks.tables import markdown, spread
@@ -162,9 +162,8 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
             for stage in stages.values():
                 half = settings.backward / 2 / len(stages)
                 stage.naps = Naps(settings.forward / len(stages), half, half)
-            for _ in range(settings.repeats):
-                for driver, step in drivers.items():
-                    found.setdefault((schedule, driver), []).append(timed(step, stages))
+            turns = timed_in_turns(drivers, stages, settings.repeats)
+        found |= {(schedule, driver): repeats for driver, repeats in turns.items()}
     return found
 
 

@@ -24,7 +24,7 @@ from benchmarks.allocations import counted
 from benchmarks.record import Record
 from benchmarks.steps import graph_for
 from benchmarks.tables import markdown, ratios, spread
-from benchmarks.torch_peer import torch_step
+from benchmarks.torch_peer import torch_text_step
 from benchmarks.transformer import Shape, cut, next_token_loss, text
 from pipeline_engine.launch import run_ranks
 from pipeline_engine.plan.actions import Backward, BackwardWeight, Forward
@@ -184,14 +184,7 @@ def closed(schedule: str, graph: pe.StageGraph, stages: dict[int, nn.Module], ro
 
 @contextmanager
 def peer(schedule: str, graph: pe.StageGraph, stages: dict[int, nn.Module], rows: list[Tensor]) -> Iterator[Step]:
-    yield torch_step(
-        stages,
-        num_stages=graph.num_stages,
-        schedule=schedule,
-        inputs=rows,
-        targets=torch.cat(rows),
-        loss=next_token_loss,
-    )
+    yield torch_text_step(stages, graph, schedule, rows)
 
 
 DRIVERS = {"stream": stream, "step": closed, "torch": peer}

@@ -23,7 +23,7 @@ from art_adapter.progress import with_bar
 from benchmarks.caller_owned_loss import SCHEDULES, drivers_of
 from benchmarks.record import Record
 from benchmarks.sleeping import Sleeping
-from benchmarks.steps import ROWS, SECONDS_TO_START, WIDTH, Repeat, graph_for, measured, timed, warm_up
+from benchmarks.steps import ROWS, SECONDS_TO_START, WIDTH, Repeat, graph_for, measured, timed_in_turns, warm_up
 from benchmarks.tables import markdown, ratios, spread
 from pipeline_engine.launch import run_ranks
 
@@ -107,9 +107,8 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
         with drivers_of(schedule, graph, stages, inputs, DRIVERS) as drivers:
             for step in drivers.values():
                 warm_up(step, stages, ROWS * len(inputs))
-            for _ in range(settings.repeats):
-                for driver, step in drivers.items():
-                    found.setdefault((schedule, driver), []).append(timed(step, stages))
+            turns = timed_in_turns(drivers, stages, settings.repeats)
+        found |= {(schedule, driver): repeats for driver, repeats in turns.items()}
     return found
 
 

@@ -143,6 +143,17 @@ def warm_up(step: Step, stages: Mapping[int, Sleeping], rows: int, times: int = 
                 raise AssertionError(f"gradient of a sum over {rows} rows is {gradient}")
 
 
+def timed_in_turns(
+    drivers: Mapping[str, Step], stages: Mapping[int, Sleeping], repeats: int
+) -> dict[str, list[Repeat]]:
+    """Every step ``repeats`` times, by driver; the drivers take turns."""
+    found: dict[str, list[Repeat]] = {driver: [] for driver in drivers}
+    for _ in range(repeats):
+        for driver, step in drivers.items():
+            found[driver].append(timed(step, stages))
+    return found
+
+
 def timed(step: Step, stages: Mapping[int, Sleeping]) -> Repeat:
     """One step, which all ranks begin together."""
     for stage in stages.values():

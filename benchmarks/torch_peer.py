@@ -17,6 +17,9 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+import pipeline_engine as pe
+from benchmarks.transformer import next_token_loss
+
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -67,3 +70,17 @@ def torch_step(
         runner.step(*first, **last, return_outputs=False)
 
     return step
+
+
+def torch_text_step(
+    stages: Mapping[int, nn.Module], graph: pe.StageGraph, schedule: str, rows: list[Tensor]
+) -> Callable[[], None]:
+    """``torch_step`` of a language model over rows of tokens, one row or more for each microbatch."""
+    return torch_step(
+        stages,
+        num_stages=graph.num_stages,
+        schedule=schedule,
+        inputs=rows,
+        targets=torch.cat(rows),
+        loss=next_token_loss,
+    )

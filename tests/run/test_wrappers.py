@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -70,6 +71,18 @@ def graph_for(schedule: str) -> pe.StageGraph:
     return pe.StageGraph.chain(4, 2, placement="looped") if schedule == "interleaved" else pe.StageGraph.chain(2, 2)
 
 
+def one_stage_a_rank(mesh: DeviceMesh, stage: Callable[..., Any], **options: Any) -> pe.Pipeline:
+    """Two stages under 1F1B over the mesh's second dimension."""
+    return pe.Pipeline(
+        {mesh.get_local_rank("pp"): stage},
+        graph=pe.StageGraph.chain(2, 2),
+        schedule="1f1b",
+        transport=pe.TorchTransport(mesh.get_group("pp")),
+        deadline=DEADLINE,
+        **options,
+    )
+
+
 def under_ddp(mesh: DeviceMesh, schedule: str, entry: str) -> dict[int, int]:
     """Two steps; how often each stage's gradients were reduced."""
     graph, stages, reductions = graph_for(schedule), dict[int, DistributedDataParallel](), dict[int, int]()
@@ -114,14 +127,7 @@ def under_fsdp(mesh: DeviceMesh, entry: str) -> None:
         stage.set_is_last_backward(is_last)
         stage.set_requires_gradient_sync(is_last)
 
-    with pe.Pipeline(
-        {number: stage},
-        graph=pe.StageGraph.chain(2, 2),
-        schedule="1f1b",
-        transport=pe.TorchTransport(mesh.get_group("pp")),
-        deadline=DEADLINE,
-        on_last_backward=lambda _: reduce_in_last(True),
-    ) as pipeline:
+    with one_stage_a_rank(mesh, stage, on_last_backward=lambda _: reduce_in_last(True)) as pipeline:
         for _ in range(2):
             stage.zero_grad()
             reduce_in_last(False)
@@ -133,13 +139,7 @@ def under_tensor_parallelism(mesh: DeviceMesh, entry: str) -> None:
     """DTensors within the stages, plain tensors between them."""
     number = mesh.get_local_rank("pp")
     stage = parallelize_module(layers(number), mesh["dp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    with pe.Pipeline(
-        {number: stage},
-        graph=pe.StageGraph.chain(2, 2),
-        schedule="1f1b",
-        transport=pe.TorchTransport(mesh.get_group("pp")),
-        deadline=DEADLINE,
-    ) as pipeline:
+    with one_stage_a_rank(mesh, stage) as pipeline:
         call(pipeline, entry, REPLICAS[0])
     compare({number: stage}, REPLICAS[:1], 2)
 
@@ -147,13 +147,7 @@ def under_tensor_parallelism(mesh: DeviceMesh, entry: str) -> None:
 def returning_a_dtensor(mesh: DeviceMesh) -> str:
     with (
         pytest.raises((pe.UsageError, pe.PeerFailedError)) as raised,
-        pe.Pipeline(
-            {mesh.get_local_rank("pp"): lambda x: distribute_tensor(x.detach(), mesh["dp"], [Replicate()])},
-            graph=pe.StageGraph.chain(2, 2),
-            schedule="1f1b",
-            transport=pe.TorchTransport(mesh.get_group("pp")),
-            deadline=DEADLINE,
-        ) as pipeline,
+        one_stage_a_rank(mesh, lambda x: distribute_tensor(x.detach(), mesh["dp"], [Replicate()])) as pipeline,
     ):
         pipeline.forward(data([1]))
     return str(raised.value)
@@ -165,13 +159,7 @@ def scaled(mesh: DeviceMesh) -> None:
     stage, scales = layers(number), []
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
     scaler = ShardedGradScaler(device="cpu", init_scale=1024.0, process_group=group)
-    with pe.Pipeline(
-        {number: stage},
-        graph=pe.StageGraph.chain(2, 2),
-        schedule="1f1b",
-        transport=pe.TorchTransport(group),
-        deadline=DEADLINE,
-    ) as pipeline:
+    with one_stage_a_rank(mesh, stage) as pipeline:
         for turn in range(3):
             for item in pipeline.stream(data(REPLICAS[0])):
                 scaler.scale(loss_of(item.outputs, item.index)).backward()
