@@ -5,7 +5,7 @@ A LoRA parameter lives on one stage, a custom head on all, and a tied weight on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -53,6 +53,14 @@ def counts_here(parameter: torch.nn.Parameter) -> bool:
     return not is_copy(parameter)
 
 
+def added_up(told: Iterable[Iterable[tuple[int, float]]], dtype: torch.dtype) -> torch.Tensor:
+    """The squares that all stages tell, added one by one in the order of their places."""
+    total = torch.zeros((), dtype=dtype)
+    for _, square in sorted(chain.from_iterable(told), key=itemgetter(0)):
+        total.add_(square)
+    return total
+
+
 def norm_over_stages(squares: Sequence[Square], *, places: Mapping[int, tuple[int, float]]) -> float:
     """The gradient norm that one stage would find, to the last bit; collective over the world.
 
@@ -67,9 +75,7 @@ def norm_over_stages(squares: Sequence[Square], *, places: Mapping[int, tuple[in
     values = torch.stack([square for _, square in counted]) if counted else torch.zeros(0)
     own = [(place, value) for (place, _), value in zip(counted, values.tolist(), strict=True)]
     told = gather((own, values.dtype), group=parallel_state.get_pipeline_model_parallel_group())
-    total = torch.zeros((), dtype=next((dtype for some, dtype in told if some), torch.float32))
-    for _, square in sorted(chain.from_iterable(some for some, _ in told), key=itemgetter(0)):
-        total.add_(square)
+    total = added_up([some for some, _ in told], next((dtype for some, dtype in told if some), torch.float32))
     if not parallel_state.is_pipeline_last_stage():
         total.zero_()  # all stages have found the same: one brings it in
     total = total.to(values.device)

@@ -58,10 +58,11 @@ def test_a_large_window_is_cut_so_that_the_pipeline_is_full_and_a_tiny_one_is_le
 
 
 def test_the_ranks_of_one_stage_count_as_the_slowest_of_them() -> None:
-    told = [[0.0, 0.0, 1e-3, 0.0, 1e-3], [0.0, 0.0, 3e-3, 0.0, 1e-3], [1.0, 0.0, 2e-3, 0.0, 2e-3]]
+    told = [[0.0, 0.0, 1e-3, 0.0, 4e-3], [0.0, 0.0, 3e-3, 0.0, 1e-3], [1.0, 0.0, 2e-3, 0.0, 2e-3]]
     found = Agreed.of(told)
     assert found is not None
     assert found.forward == pytest.approx((3e-3, 2e-3), rel=0.03)
+    assert found.backward == pytest.approx((4e-3, 2e-3), rel=0.03)
 
 
 def test_a_window_that_is_one_root_cannot_be_cut() -> None:
