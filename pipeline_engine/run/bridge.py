@@ -69,8 +69,8 @@ class Pipeline:
         tracer: records what this rank does; one of its own for each rank.
         ties: parameters of which several stages hold a copy; see ``pe.tie``.
         rng: None: stages draw random numbers from torch's default generators as they come (threads of one process take
-            turns, in an order that is not always the same); ``"per-microbatch"``: what
-            a microbatch draws does not depend on how the model is cut or in which order microbatches run.
+            turns, in an order that is not always the same); ``"per-microbatch"``: what a microbatch draws does not
+            depend on how the model is cut or in which order microbatches run.
         verify: whether each message carries a checksum; its size, its end and what it belongs to are always checked.
         on_last_backward: called with the number of a stage just before the last backward of that stage in a call, so
             that a data parallel wrapper can be told to reduce in that one.  Which one is the last is known if every
@@ -329,7 +329,17 @@ class Pipeline:
             },
         )
         self._end_calls(f"{entry} was called", held, going_on=True)
-        executor = Executor(
+        executor = self._executor(schedule, source, modes, hand_out=hand_out)
+        history = self._history(schedule, modes, hand_out=hand_out, grows=entry == "waves")
+        places = order or range(source.count)
+        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._fail)
+        executor.on_yield = call.hand
+        self._count += 1
+        self._calls.append(call)
+        return call
+
+    def _executor(self, schedule: Schedule, source: Microbatches, modes: Modes, *, hand_out: bool) -> Executor:
+        return Executor(
             rank=self._transport.rank,
             graph=self._graph,
             stages=self._stages,
@@ -348,25 +358,21 @@ class Pipeline:
             last_backward=LastBackward(source.count, self._on_last_backward) if self._on_last_backward else None,
             doing=self._doing,
         )
-        forward_only, rank, grows = not modes.differentiates, self._transport.rank, entry == "waves"
+
+    def _history(self, schedule: Schedule, modes: Modes, *, hand_out: bool, grows: bool) -> History:
+        forward_only, rank = not modes.differentiates, self._transport.rank
 
         def make_replica() -> Replica:
             if grows:
                 return WavesReplica(self._schedule_for, forward_only=forward_only, rank=rank)
             return Replica(schedule, forward_only=forward_only, hand_out=hand_out, rank=rank)
 
-        history = History(
+        return History(
             make_replica=make_replica,
             rank=rank,
             memory=self._memory,
-            moment=self._memory.beginning((source.count, forward_only, hand_out, grows)),
+            moment=self._memory.beginning((schedule.num_microbatches, forward_only, hand_out, grows)),
         )
-        places = order or range(source.count)
-        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._fail)
-        executor.on_yield = call.hand
-        self._count += 1
-        self._calls.append(call)
-        return call
 
     def _seed(self) -> int | None:
         """Of the microbatches' own random numbers; drawn where they begin, from where on the states travel."""

@@ -65,7 +65,6 @@ class Executor:
         channels: all channels of the pipeline.
         differentiates: whether backwards will follow.
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
-
         split_report: by stage, what became of its split backwards; written here.
         call: number of the call.
         verify: whether messages carry a checksum.
