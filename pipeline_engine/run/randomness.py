@@ -2,6 +2,10 @@
 
 A forward that is run again draws what it drew the first time.  With ``rng="per-microbatch"`` each microbatch begins
 with a state of its own, which travels from stage to stage with the activation.
+
+Note [one thread at a time at a state]: torch reads a state while it holds the generator's own lock, and makes a Python
+object of it there.  That may start the garbage collector, which lets other threads run; and one of those that asks for
+the state as well waits for the generator's lock and lets nobody run.  So threads wait here, for a lock of Python's.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import RLock
+from threading import Lock, RLock
 from typing import Literal
 
 import torch
@@ -23,6 +27,9 @@ Rng = Literal["per-microbatch"] | None
 _GENERATORS = RLock()
 """Threads of one process share torch's default generators: while a microbatch's state is set, no other may draw."""
 
+_STATES = Lock()
+"""Held while a state is read or set, and inside of it no other lock; see Note [one thread at a time at a state]."""
+
 
 @frozen(eq=False)
 class RandomState:
@@ -34,13 +41,16 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """A copy of the present states."""
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if _cuda_is_in_use() else None)
+        with _STATES:
+            return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if _cuda_is_in_use() else None)
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        torch.set_rng_state(self.cpu.clone())  # torch 2.13 crashes on a state that begins in the middle of a buffer
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        cpu = self.cpu.clone()  # torch 2.13 crashes on a state that begins in the middle of a buffer
+        with _STATES:
+            torch.set_rng_state(cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

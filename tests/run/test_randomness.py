@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,3 +241,32 @@ def test_a_stage_that_draws_nothing_takes_no_turns_after_its_first_forward() -> 
     with turns.of_forward(0):
         torch.rand(1)
     assert turns.of_backward(0) is alone()
+
+
+READING_THREADS = """
+import gc, sys
+from threading import Thread
+import torch
+from pipeline_engine.run.randomness import RandomState
+
+class Cycle:
+    def __init__(self):
+        self.itself, self.tensor = self, torch.empty(10)  # whose end lets other threads run
+
+def read():
+    for _ in range(20_000):
+        Cycle(), Cycle(), Cycle(), RandomState.now().restore()
+
+sys.setswitchinterval(1e-5)
+gc.set_threshold(50, 2, 2)
+threads = [Thread(target=read) for _ in range(3)]
+for thread in threads:
+    thread.start()
+"""
+
+
+def test_threads_that_read_states_while_garbage_is_collected_do_not_lock_each_other_out() -> None:
+    """In a process of its own: if they did, no thread of it could run any more, not even one that watches the time."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(pe.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", READING_THREADS], env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
