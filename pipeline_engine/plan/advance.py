@@ -10,6 +10,7 @@ them: the result is a pure function of the history, the same on all ranks.
                microbatch that blocks, and advance again
     give(ks)   a backward call of the caller has ended: advance over backwards only, since no forward may run inside
                it; what was passed over comes first
+    retain     the backward call that gives next retains its graphs
     hurry(ks)  a second backward call begins for what was given: the first one's backwards are finished
     give_again(ks)  the graphs were retained and a second backward call has ended: the same backwards once more
     invalidate the caller is about to change what forwards depend on: what was given is finished, and forwards that ran
@@ -105,6 +106,9 @@ class Replica:
         """Perform the backwards of ``microbatches``, which were given, though other actions stand before them."""
         self._hurry(microbatches)
         return self._transfers.end_batch()
+
+    def retain(self) -> None:
+        """The backward call that gives next retains its graphs: nothing changes here, but ranks must agree on it."""
 
     def give_again(self, microbatches: Collection[int]) -> Batch:
         """A second backward call has reached the gates of microbatches whose graphs were retained.

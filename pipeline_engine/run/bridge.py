@@ -402,7 +402,7 @@ class Pipeline:
         with self._guarded(), self._doing.meets(f"agreement on {entry}"):
             self._settle()
             summaries = {f"history of call {call.number}": call.summary for call in self._calls}
-            past = {call.number: bytes(call.marks) for call in self._calls}
+            past = {call.number: call.history.marks for call in self._calls}
             counts = (self._count, self._agreements)
             held = {call.number: call.held for call in self._calls} if self._keep_open else {}
             word = Word({"entry point": entry, **entries, **summaries}, past, refusal, counts, held)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from attrs import define, field
 
 from pipeline_engine.errors import UsageError
 from pipeline_engine.plan.history import History
 from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.executor import Executor
-from pipeline_engine.run.gate import Gatekeeper
+from pipeline_engine.run.gate import Gate, Gatekeeper
 from pipeline_engine.run.modes import Modes
 
 
@@ -37,8 +34,7 @@ class Call:
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
         given: microbatches whose gradient was given.
-        gates: by microbatch, what lives as long as the caller can still give a gradient.
-        marks: four bytes for each event so far, which depend on it and on all before.
+        gates: by microbatch, the gate of its output, which lives as long as the caller holds what leads to it.
     """
 
     number: int
@@ -51,10 +47,7 @@ class Call:
     fail: Callable[[BaseException], None]
     is_running: bool = field(init=False, default=False)
     given: set[int] = field(init=False, factory=set)
-    gates: dict[int, weakref.ref[torch.Tensor]] = field(init=False, factory=dict)
-    marks: bytearray = field(init=False, factory=bytearray)
-    _mark: int = field(init=False, default=0)
-    _last: str = field(init=False, default="nothing")
+    gates: dict[int, weakref.ref[Gate]] = field(init=False, factory=dict)
     _handed: Any = field(init=False, default=None)
     _why_left: str = field(init=False, default="")
     _why_ended: str = field(init=False, default="")
@@ -68,7 +61,7 @@ class Call:
     @property
     def summary(self) -> str:
         """What the caller has done in this call, to be compared with the other ranks'."""
-        return f"{self.entry}: {len(self.marks) // 4} events, the last: {self._last} ({self._mark:08x})"
+        return f"{self.entry}: {self.history.summary}"
 
     def ask(self, microbatch: int) -> Any:
         """The output of ``microbatch`` as the caller is handed it."""
@@ -99,7 +92,7 @@ class Call:
         if again:
             self._play("hurry", again)  # each backward has the gradients of its own call
         if retain:
-            self._note("retain")
+            self._play("retain")
         self._retain(grads.keys(), retain)
         for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
@@ -184,8 +177,8 @@ class Call:
 
     @property
     def held(self) -> set[int]:
-        """Microbatches whose gradient this rank's caller can still give, because he holds what leads to their gate."""
-        return {microbatch for microbatch, marker in self.gates.items() if marker() is not None}
+        """Microbatches whose gate this rank's caller still holds, or what leads to it."""
+        return {microbatch for microbatch, gate in self.gates.items() if gate() is not None}
 
     @property
     def open(self) -> set[int]:
@@ -219,16 +212,10 @@ class Call:
         """Play an event on all programs, and perform what it adds to this rank's."""
         try:
             program = self.history.play(event, *arguments)
-            self._note(self.history.moment.words)
-            self.modes.run(partial(self.executor.perform, program))
+            self.modes.run(self.executor.perform, program)
         except BaseException as error:
             self.fail(error)
             raise
-
-    def _note(self, deed: str) -> None:
-        self._last = deed
-        self._mark = zlib.crc32(deed.encode(), self._mark)
-        self.marks += self._mark.to_bytes(4)
 
     def _check_may_go_on(self) -> None:
         if why := self._why_ended or self._why_left:

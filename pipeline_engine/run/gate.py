@@ -8,7 +8,7 @@ visited, the engine in which order backwards run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ class Giving(Protocol):
     """What a gate needs of the call whose output it holds."""
 
     number: int
-    gates: dict[int, weakref.ref[torch.Tensor]]
+    gates: dict[int, weakref.ref[Gate]]
 
     def check_may_give(self, microbatch: int) -> None:
         """Raise if the gradient of ``microbatch`` comes too late."""
@@ -33,85 +33,84 @@ class Giving(Protocol):
 
 
 @frozen(eq=False)
-class _Record:
+class Gate:
+    """One output's; it lives as long as autograd can reach it, and holds nothing of the output.
+
+    Attributes:
+        needs_grad: for each leaf of the output whether its gradient is wanted.
+    """
+
+    keeper: Gatekeeper
     call: Giving
     microbatch: int
-    grads: Grads
-    retain: bool
+    needs_grad: tuple[bool, ...]
+
+    def all_leaves(self, grads: Iterable[torch.Tensor | None]) -> Grads:
+        """The gradients of all leaves from those of the leaves that want one."""
+        given = iter(grads)
+        return tuple([next(given) if needs_grad else None for needs_grad in self.needs_grad])
 
 
 @define(eq=False)
 class Gatekeeper:
     """Collects what one backward call of the caller gives, and passes it on when that call ends."""
 
-    _records: list[_Record] = field(init=False, factory=list)
+    _given: list[tuple[Gate, Grads]] = field(init=False, factory=list)
+    _retain: bool = field(init=False, default=False)
     _task: int = field(init=False, default=-1)
 
     def gated(self, cargo: Cargo, call: Giving, microbatch: int) -> Any:
         """The tree of an output, its tensors with a history that ends at a gate."""
-        if not any(cargo.needs_grad):
-            return cargo.tree()
         wanted = [leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True) if needs_grad]
-        marker = torch.empty(0)
-        call.gates[microbatch] = weakref.ref(marker)
-        gives = cargo.needs_grad  # and no more of the cargo: the gate must not hold its own outputs
-
-        def record(*grads: torch.Tensor | None) -> None:
-            given = iter(grads)
-            every = tuple([next(given) if needs_grad else None for needs_grad in gives])
-            retain = torch._C._autograd._get_current_graph_task_keep_graph()
-            self._record(_Record(call, microbatch, every, retain))
-
-        gated = iter(_Gate.apply(ANCHOR, record, wanted, marker))  # type: ignore[no-untyped-call]
+        if not wanted:
+            return cargo.tree()
+        gate = Gate(self, call, microbatch, cargo.needs_grad)
+        call.gates[microbatch] = weakref.ref(gate)
+        gated = iter(_Gated.apply(ANCHOR, gate, wanted))  # type: ignore[no-untyped-call]
         leaves = [
             next(gated) if needs_grad else leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True)
         ]
         return cargo.tree(leaves)
 
     def forget(self) -> None:
-        """Drop records of a backward call that raised elsewhere in the caller's graph, so that it never ended."""
-        self._records.clear()
+        """Drop what a backward call gave that raised elsewhere in the caller's graph, so that it never ended."""
+        self._given = []
         self._task = -1
 
-    def _record(self, record: _Record) -> None:
-        record.call.check_may_give(record.microbatch)
+    def take(self, gate: Gate, grads: Iterable[torch.Tensor | None]) -> None:
+        """The caller's backward call has come to a gate."""
+        gate.call.check_may_give(gate.microbatch)
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.forget()
             self._task = task
+            self._retain = torch._C._autograd._get_current_graph_task_keep_graph()
             torch.autograd.Variable._execution_engine.queue_callback(self._serve)
-        self._records.append(record)
+        self._given.append((gate, gate.all_leaves(grads)))
 
     def _serve(self) -> None:
-        records = self._records[:]
+        given, retain = self._given, self._retain
         self.forget()
-        calls = {record.call.number: record.call for record in records}
+        calls = {gate.call.number: gate.call for gate, _ in given}
         for number in sorted(calls):
-            given = {record.microbatch: record.grads for record in records if record.call.number == number}
-            calls[number].give(given, retain=records[0].retain)
+            grads = {gate.microbatch: each for gate, each in given if gate.call.number == number}
+            calls[number].give(grads, retain=retain)
 
 
-class _Gate(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """Hands tensors on.  They come in a list: to autograd they are fresh, and the caller may change them in place."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: torch.Tensor,
-        record: Callable[..., None],
-        tensors: list[torch.Tensor],
-        marker: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.record = record
+    def forward(ctx: Any, anchor: torch.Tensor, gate: Gate, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        ctx.gate = gate
         ctx.set_materialize_grads(False)
-        # So that a second backward without retain_graph is refused as usual, and the marker lives until the first.
-        ctx.save_for_backward(marker)
+        ctx.save_for_backward(anchor)  # so that a second backward without retain_graph is refused as usual
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise UsageError("create_graph=True: a pipeline keeps no graph of its backward; call backward without it.")
-        ctx.record(*grads)
-        return None, None, None, None
+        ctx.gate.keeper.take(ctx.gate, grads)
+        return None, None, None

@@ -31,5 +31,5 @@ class Lookout:
         return self.doing.state()
 
     def judge(self, peer: int, word: bytes) -> Failure | None:
-        past = {call.number: (bytes(call.marks), call.summary) for call in self.calls()}
+        past = {call.number: (call.history.marks, call.summary) for call in self.calls()}
         return strayed(peer, word, past) or missed(peer, word, self.rank, self.doing.wanted, self.doing.item)
