@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 from torch.utils import _pytree as pytree
 
 from pipeline_engine.errors import UsageError
@@ -55,7 +55,8 @@ class Cargo:
 
     def copied(self) -> Cargo:
         """The same with fresh memory."""
-        return evolve(self, leaves=tuple(map(_copied, self.leaves)))
+        leaves = tuple([_copied(leaf) for leaf in self.leaves])
+        return Cargo(self.spec, self.places, leaves, self.needs_grad, self.randomness)
 
     @property
     def grad_bytes(self) -> int:

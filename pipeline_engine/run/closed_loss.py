@@ -29,7 +29,7 @@ def collects_losses(call: Call, loss_fn: LossFunction) -> list[torch.Tensor]:
                 loss.backward()  # type: ignore[no-untyped-call]
             elif entry.anchors:
                 _refuse_cut_off(number)
-            call.executor.give(microbatch, entry.grads)
+            call.executor.give(microbatch, entry.take())
         losses.append(loss.detach())
 
     call.executor.on_yield = compute

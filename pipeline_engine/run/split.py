@@ -24,6 +24,7 @@ import torch
 from attrs import frozen
 from torch.autograd.graph import GradientEdge
 
+from pipeline_engine.run.edges import run_backward
 from pipeline_engine.run.products import (
     Node,
     Product,
@@ -79,8 +80,7 @@ class WeightPart:
 
     def run(self, *, retain_graph: bool) -> None:
         """Accumulate the gradients that are left, as one backward does."""
-        if self.roots:
-            torch.autograd.backward(self.roots, self.grads, retain_graph=retain_graph)
+        run_backward(self.roots, self.grads, retain_graph=retain_graph)
         if self.split.deferred:
             run_products(self.split.deferred, retain_graph=retain_graph)
 
@@ -94,7 +94,7 @@ def run_input_part(
         split: of the graph of ``roots``; something is deferred.
         roots: where the gradients of a stage's outputs go in.
         grads: these gradients.
-        anchors: leaves behind the received inputs; asking for them brings the gradients to the taps.
+        anchors: leaves behind the received inputs; asking for them brings the gradients to the entries.
     """
     with ExitStack() as stack:
         for product in split.deferred:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from attrs import define, frozen
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from attrs import frozen
+from torch.autograd.graph import GradientEdge
 
 from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.edges import edge_of, run_backward
 from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
@@ -19,29 +20,22 @@ with torch.inference_mode(False):
 """The leaf behind every history that the engine gives a tensor; no gradient ever gets to it."""
 
 
-@define(eq=False)
-class Tap:
-    """Where the gradient of one received tensor comes out."""
-
-    grad: torch.Tensor | None = None
-
-
 class _Received(torch.autograd.Function):
-    """Gives a received tensor a history: a non-leaf whose gradient ends in a tap, once, all uses summed.
+    """Gives a received tensor a history: a non-leaf whose gradient ends in an entry, once, all uses summed.
 
     The tensor comes in a list, so that autograd takes it for a fresh output and not for a view of an input: the
     stage may change it in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tap: Tap, tensor: list[torch.Tensor]) -> torch.Tensor:
-        ctx.tap = tap
+    def forward(ctx: Any, anchor: torch.Tensor, entry: Entry, place: int, tensor: list[torch.Tensor]) -> torch.Tensor:
+        ctx.entry, ctx.place = entry, place
         return tensor.pop()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        ctx.tap.grad = grads[0]
-        return None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+        ctx.entry.arrived[ctx.place] = grads[0]
+        return None, None, None, None
 
 
 @frozen(eq=False)
@@ -49,32 +43,34 @@ class Entry:
     """Where the gradients of a received cargo come out.
 
     Attributes:
-        taps: for each leaf of the cargo, where its gradient comes out.
-        anchors: the leaf behind that history, if there is one: a backward that asks for it fills the taps.
+        arrived: for each leaf of the cargo the gradient that has come and was not taken yet.
+        anchors: the leaf behind that history, if there is one: a backward that asks for it brings the gradients here.
     """
 
-    taps: tuple[Tap, ...]
+    arrived: list[torch.Tensor | None]
     anchors: tuple[torch.Tensor, ...]
 
-    @property
-    def grads(self) -> Grads:
+    def take(self) -> Grads:
         """What the last backward brought."""
-        return tuple(tap.grad for tap in self.taps)
+        grads = tuple(self.arrived)
+        self.arrived[:] = [None] * len(grads)
+        return grads
 
 
 def receive(cargo: Cargo, *, differentiate: bool) -> tuple[Any, Entry]:
-    """What a stage is called with in the place of a cargo: its tree, whose tensors have a history that ends at taps.
+    """What a stage is called with in place of a cargo: its tree, with a history whose gradients end in an entry.
 
     The tensors of ``cargo`` are used up: it must not be read again.
     """
-    taps = tuple(Tap() for _ in cargo.leaves)
+    arrived: list[torch.Tensor | None] = [None] * len(cargo.leaves)
     if not differentiate or not any(cargo.needs_grad):
-        return cargo.tree(), Entry(taps, ())
+        return cargo.tree(), Entry(arrived, ())
+    entry = Entry(arrived, (ANCHOR,))
     leaves = [
-        _Received.apply(ANCHOR, tap, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
-        for leaf, wanted, tap in zip(cargo.leaves, cargo.needs_grad, taps, strict=True)
+        _Received.apply(ANCHOR, entry, place, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
+        for place, (leaf, wanted) in enumerate(zip(cargo.leaves, cargo.needs_grad, strict=True))
     ]
-    return cargo.tree(leaves), Entry(taps, (ANCHOR,))
+    return cargo.tree(leaves), entry
 
 
 @frozen(eq=False)
@@ -91,10 +87,8 @@ class Ran:
 
     def backward(self, grads: Grads, *, retain_graph: bool) -> tuple[Grads, ...]:
         """Run the stage's backward; returns the gradients of each received argument."""
-        roots, root_grads = self._roots(grads)
-        if roots:
-            torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
-        return tuple(entry.grads for entry in self.entries)
+        run_backward(*self._roots(grads), retain_graph=retain_graph)
+        return self._taken()
 
     def backward_input(self, grads: Grads, *, retain_graph: bool) -> tuple[tuple[Grads, ...], WeightPart]:
         """Run the first half of a split backward; returns the gradients of each argument, and the second half.
@@ -105,24 +99,24 @@ class Ran:
         roots, root_grads = self._roots(grads)
         anchors = [anchor for entry in self.entries for anchor in entry.anchors]
         if not anchors:
-            return tuple(entry.grads for entry in self.entries), WeightPart(UNASKED, roots, root_grads)
+            return self._taken(), WeightPart(UNASKED, roots, root_grads)
         split = plan_split(roots, anchors)
         if split.deferred:
             part = run_input_part(split, roots, root_grads, anchors)
         else:
             part = WeightPart(split)
-            if roots:
-                torch.autograd.backward(roots, root_grads, retain_graph=retain_graph)
-        return tuple(entry.grads for entry in self.entries), part
+            run_backward(roots, root_grads, retain_graph=retain_graph)
+        return self._taken(), part
 
     def _roots(self, grads: Grads) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Exits that have a gradient, and the gradients; taps are emptied for them."""
-        for tap in (tap for entry in self.entries for tap in entry.taps):
-            tap.grad = None
+        """Exits that have a gradient, and the gradients."""
         roots = [
             (root, grad) for root, grad in zip(self.exits, grads, strict=True) if grad is not None and root is not None
         ]
         return [root for root, _ in roots], [grad for _, grad in roots]
+
+    def _taken(self) -> tuple[Grads, ...]:
+        return tuple([entry.take() for entry in self.entries])
 
 
 def run_forward(
@@ -141,11 +135,8 @@ def run_forward(
         What it returned, detached, and what its backward needs (None if there will be none).
     """
     arguments = [receive(cargo, differentiate=keep) for cargo in received]
-    returned = stage(*(tree for tree, _ in arguments), *inputs, **shared)
+    returned = stage(*[tree for tree, _ in arguments], *inputs, **shared)
     cargo, outputs = Cargo.with_leaves(returned)
-    return cargo, Ran(tuple(entry for _, entry in arguments), tuple(map(_exit, outputs))) if keep else None
-
-
-def _exit(output: Any) -> GradientEdge | None:
-    wants_grad = isinstance(output, torch.Tensor) and output.requires_grad
-    return get_gradient_edge(output) if wants_grad else None
+    if not keep:
+        return cargo, None
+    return cargo, Ran(tuple([entry for _, entry in arguments]), tuple([edge_of(output) for output in outputs]))
