@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +18,9 @@ from art_adapter.runtime import language_model
 from art_adapter.tiny_gpt import Cut
 
 from .bodies import BODIES
-from .hosts import WHOLE, Host, host
-from .playing import SMALL, Play, Seen, _apart, difference, flat, play_one
+from .callers import CUT
+from .hosts import Host, host
+from .playing import SMALL, Play, Seen, _apart, close_only, difference, play_one
 from .processes import on_ranks
 
 SITUATIONS: dict[str, dict[str, int]] = {
@@ -38,8 +38,6 @@ LOOPS = (
     "five_steps",
 )
 AFTER_ADAM = 1e-4
-CUT = 1
-"""Tokens of a microbatch: every root of a window is one."""
 
 
 @attrs.frozen
@@ -57,11 +55,6 @@ def situated(options: dict[str, int]) -> Situated:
     return Situated("situated", own.records, own.trainer_class, own.build, own.adapter, {}, options)
 
 
-def close(seen: Seen) -> Seen:
-    """What was to be the same to the last bit: cut rows are multiplied in other shapes, and added up in parts."""
-    return Seen(close={**seen.exact, **seen.close}, here_close={**seen.here, **seen.here_close}, failed=seen.failed)
-
-
 def without_parameters(seen: Seen) -> Seen:
     kept = {name: value for name, value in seen.here_close.items() if not name.startswith("parameters")}
     return attrs.evolve(seen, here_close=kept)
@@ -75,7 +68,7 @@ def parameters(seen: Seen) -> dict[str, torch.Tensor]:
 def play_situations(rank: int, cut: Cut) -> dict[str, Seen]:
     runtime = host("reference").build(cut)
     return {
-        f"{name}: {body}": close(play_one(situated(options), runtime, BODIES[body]))
+        f"{name}: {body}": close_only(play_one(situated(options), runtime, BODIES[body]))
         for name, options in SITUATIONS.items()
         for body in LOOPS
     }
@@ -94,66 +87,6 @@ def test_windows_that_are_cut_and_run_ahead_give_what_one_stage_gives(situations
     why = difference(without_parameters(alone), list(map(without_parameters, together)))
     why = why or _apart(list(map(parameters, together)), parameters(alone), AFTER_ADAM)
     assert not why, why
-
-
-# ---- any sizes, slots, outputs and callers
-
-CASES = 10
-
-
-def play_case(play: Play, seed: int) -> None:
-    """One caller, drawn from a seed: the same on every rank and any number of stages."""
-    draw = random.Random(seed)
-    trainer = play.trainer
-    trainer.items_at_once = draw.choice([1, 2, 3, None])
-    length = draw.choice([1, 12, WHOLE, None])
-    if hasattr(trainer, "_microbatch_tokens"):
-        trainer._microbatch_tokens = length
-    asks = [{}, {"logits": True}, {"top_k": 2}, {"hidden_states": True}]
-    slots = [{}, {}, {"checkpoint": "B"}, {"checkpoint": None}]
-    numbers = iter(range(100))
-    items = [
-        [play.request(next(numbers), **draw.choice(asks), **draw.choice(slots)) for _ in range(draw.randint(1, 3))]
-        for _ in range(draw.randint(0, 6))
-    ]
-    gives = draw.choice(["each", "each", "at the end", "some"])
-    changes = draw.choice(["nothing", "nothing", "slot", "step", "leave"])
-    kept: list[torch.Tensor] = []
-    for place, window in enumerate(trainer.forward_micro_batches(items)):
-        play.note_outputs(f"window {place} {window.indices}", window.outputs)
-        losses = [play.loss([each]) for each in flat(window.outputs)]
-        kept += [loss for loss in losses if loss.requires_grad]
-        del window, losses
-        if kept and (gives == "each" or (gives == "some" and draw.random() < 0.5)):
-            torch.stack(kept).sum().backward()
-            kept = []
-        elif gives == "some":
-            kept = []
-        if changes == "slot":
-            trainer.set_checkpoint(draw.choice("AB"))
-        if changes == "step" and gives == "each":
-            play.trainer.zero_grad()
-        if changes == "leave" and draw.random() < 0.3:
-            break
-    if kept:
-        torch.stack(kept).sum().backward()
-    play.note_gradients()
-
-
-def play_cases(rank: int, cut: Cut) -> list[Seen]:
-    own = host("reference")
-    runtime = own.build(cut)
-    return [close(play_one(own, runtime, lambda play, seed=seed: play_case(play, seed))) for seed in range(CASES)]
-
-
-@pytest.mark.parametrize(("stages", "data_ranks"), [(2, 1), (4, 1), (2, 2)])
-def test_any_sizes_slots_outputs_and_callers(stages: int, data_ranks: int) -> None:
-    whole = on_ranks(play_cases, data_ranks, Cut())
-    cut = on_ranks(play_cases, stages * data_ranks, Cut(pipeline=stages))
-    for seed in range(CASES):
-        for data_rank, one in enumerate(whole):
-            why = difference(one[seed], [cut[stage * data_ranks + data_rank][seed] for stage in range(stages)])
-            assert not why, f"case {seed}, data rank {data_rank}: {why}"
 
 
 # ---- what is special about several stages

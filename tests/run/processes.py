@@ -37,59 +37,89 @@ def run_in_processes(function: Callable[..., Any], num_ranks: int, *args: Any, t
     Returns:
         by rank, what the function returned, or a ``Crash``.
     """
-    port = _free_port()
-    ranks = [_start(rank, num_ranks, port, timeout, (function, args)) for rank in range(num_ranks)]
-    results: list[Any] = [Crash(f"rank {rank} did not end within {timeout} seconds") for rank in range(num_ranks)]
+    world = World(num_ranks, timeout=timeout)
     try:
-        _collect(ranks, results, monotonic() + timeout)
-        for _, pipe in ranks:
-            _tell_to_end(pipe)
+        return world.run(function, *args)
     finally:
-        for process, pipe in ranks:
+        world.end()
+
+
+class World:
+    """Processes that share a gloo group and stay, to run one function after another.
+
+    Args:
+        num_ranks: how many.
+        timeout: seconds for each function.
+    """
+
+    def __init__(self, num_ranks: int, *, timeout: float) -> None:
+        port = _free_port()
+        self._timeout = timeout
+        self._ranks = [_start(rank, num_ranks, port, timeout) for rank in range(num_ranks)]
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(rank, *args)`` on every rank; by rank, what it returned, or a ``Crash``.
+
+        After a ``Crash`` there is nothing left to do but ``end``.
+        """
+        until = monotonic() + self._timeout
+        work = pickle.dumps((function, args))
+        for _, pipe in self._ranks:
+            _tell(pipe, work)
+        return self._collect(until)
+
+    def end(self) -> None:
+        """End all processes."""
+        for _, pipe in self._ranks:
+            _tell(pipe, b"end")
+        for process, pipe in self._ranks:
             process.join(1)
             process.kill()
             process.join()
             pipe.close()
-    return results
+
+    def _collect(self, until: float) -> list[Any]:
+        results: list[Any] = [
+            Crash(f"rank {rank} did not end within {self._timeout} seconds") for rank in range(len(self._ranks))
+        ]
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while waiting and (ready := wait(list(waiting), max(until - monotonic(), 0))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    process, _ = self._ranks[rank]
+                    process.join(1)
+                    results[rank] = Crash(f"rank {rank} ended with exit code {process.exitcode}")
+        return results
 
 
-def _start(rank: int, num_ranks: int, port: int, timeout: float, work: Any) -> tuple[BaseProcess, Connection]:
+def _start(rank: int, num_ranks: int, port: int, timeout: float) -> tuple[BaseProcess, Connection]:
     here, there = _SERVER.Pipe()
-    arguments = (rank, num_ranks, port, timeout, pickle.dumps(work), there)
-    process = _SERVER.Process(target=_live, args=arguments, daemon=True)
+    process = _SERVER.Process(target=_live, args=(rank, num_ranks, port, timeout, there), daemon=True)
     process.start()
     there.close()
     return process, here
 
 
-def _collect(ranks: list[tuple[BaseProcess, Connection]], results: list[Any], until: float) -> None:
-    waiting = {pipe: rank for rank, (_, pipe) in enumerate(ranks)}
-    while waiting and (ready := wait(list(waiting), max(until - monotonic(), 0))):
-        for pipe in ready:
-            assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
-            try:
-                results[rank] = pickle.loads(pipe.recv_bytes())
-            except (EOFError, OSError):
-                ranks[rank][0].join(1)
-                results[rank] = Crash(f"rank {rank} ended with exit code {ranks[rank][0].exitcode}")
-
-
-def _tell_to_end(pipe: Connection) -> None:
+def _tell(pipe: Connection, word: bytes) -> None:
     try:
-        pipe.send_bytes(b"end")
+        pipe.send_bytes(word)
     except OSError:
         return  # it has ended
 
 
-def _live(rank: int, num_ranks: int, port: int, timeout: float, work: bytes, pipe: Connection) -> None:
+def _live(rank: int, num_ranks: int, port: int, timeout: float, pipe: Connection) -> None:
     """The life of one process."""
-    faulthandler.dump_traceback_later(max(timeout - 1, 0.5))
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    pipe.send_bytes(_result(rank, num_ranks, timeout, work))
     try:
-        pipe.recv_bytes()
+        while (work := pipe.recv_bytes()) != b"end":
+            faulthandler.dump_traceback_later(max(timeout - 1, 0.5))
+            pipe.send_bytes(_result(rank, num_ranks, timeout, work))
+            faulthandler.cancel_dump_traceback_later()
     finally:
         os._exit(0)  # an interpreter with gloo threads needs up to 0.3 s to end
 
@@ -100,7 +130,8 @@ def _result(rank: int, num_ranks: int, timeout: float, work: bytes) -> bytes:
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout))
         function, args = pickle.loads(work)
         return pickle.dumps(function(rank, *args))
     except BaseException:
