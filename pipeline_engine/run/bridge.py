@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -19,8 +18,8 @@ from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
-from pipeline_engine.plan.values import Channel
 from pipeline_engine.plan.waves import WavesReplica
+from pipeline_engine.run import wire
 from pipeline_engine.run.agreement import Held, Word, agree, passed
 from pipeline_engine.run.buffers import buffers_of
 from pipeline_engine.run.call import Call
@@ -114,7 +113,6 @@ class Pipeline:
         self._memory = Memory()
         self._calls: list[Call] = []
         self._split_report: dict[int, str] = {}
-        self._sent_bytes: Counter[Channel] = Counter()
         self._traffic = Traffic()
         self._count = self._agreements = 0
         self._why_failed = self._broken = ""
@@ -197,7 +195,7 @@ class Pipeline:
                 only.
 
         Returns:
-            The losses in order, detached, on every rank.
+            The losses in order, detached, on every rank; on the CPU.
 
         Raises:
             As ``stream``; UsageError also if ``loss_fn`` returns something else, or a loss that requires no gradient
@@ -234,7 +232,7 @@ class Pipeline:
     @property
     def bytes_per_channel(self) -> dict[str, int]:
         """Bytes that this rank has sent so far, by channel: ``"x0:0>1"`` is stage 0's output from rank 0 to rank 1."""
-        return {str(channel): size for channel, size in self._sent_bytes.items()}
+        return {str(channel): size for channel, size in self._traffic.sent_bytes.items()}
 
     def report(self) -> dict[int, str]:
         """For each stage of this rank, what became of its split backwards; empty if there were none.
@@ -345,13 +343,12 @@ class Pipeline:
             stages=self._stages,
             buffers=self._buffers,
             microbatches=source,
-            mailbox=Mailbox(self._transport, self._deadline, self._sent_bytes, self._traffic),
+            mailbox=Mailbox(self._transport, self._deadline, self._traffic, self._count, self._verify),
             channels=self._channels,
             differentiates=modes.differentiates,
             hands_out=hand_out,
             split_report=self._split_report,
             call=self._count,
-            verify=self._verify,
             seed=self._seed(),
             turns=Turns() if self._transport.shares_process else None,
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
@@ -433,8 +430,9 @@ class Pipeline:
     def _everywhere(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         """The last stage's losses on every rank."""
         with self._guarded(), self._doing.meets("the losses of step"):
-            words = self._transport.exchange(pickle.dumps(losses), deadline=self._deadline)
-            received: list[torch.Tensor] = pickle.loads(words[self._graph.rank_of[self._graph.last_stage]])
+            last = self._graph.rank_of[self._graph.last_stage]
+            own = wire.packed(losses) if self._transport.rank == last else b""
+            received: list[torch.Tensor] = wire.unpacked(self._transport.exchange(own, deadline=self._deadline)[last])
             return received
 
     def _end_calls(self, why: str, held: Held, *, going_on: bool = False) -> None:

@@ -67,7 +67,6 @@ class Executor:
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
         split_report: by stage, what became of its split backwards; written here.
         call: number of the call.
-        verify: whether messages carry a checksum.
         seed: of the microbatches' own random numbers; None to draw from the default generators as they come.
         turns: who may draw, if other ranks draw from the same generators.
         recording: notes when each action begins and ends, if anybody wants to know.
@@ -93,7 +92,6 @@ class Executor:
     seed: int | None
     turns: Turns | None
     call: int
-    verify: bool
     recording: Recording | None
     last_backward: LastBackward | None
     doing: Doing
@@ -316,27 +314,22 @@ class Executor:
     def _send(self, value: Value, to_rank: int) -> None:
         content, room = self._read(value), self._first_bytes(value, to_rank)
         if isinstance(value, InputGrad):
-            grads = [grad for before in suppliers_of(value, to_rank, self.graph) for grad in content[before]]
-            parts = wire.encode_grads(tuple(grads), self._stamp(value), limit=room)
-        else:
-            parts = wire.encode_cargo(content, self._stamp(value))
-        self.mailbox.send(value, to_rank, parts, room=room)
+            before = suppliers_of(value, to_rank, self.graph)
+            content = tuple([grad for supplier in before for grad in content[supplier]])
+        self.mailbox.send(value, to_rank, content, room=room)
         self._note_size(value, content)
 
     def _receive(self, value: Value, from_rank: int) -> None:
         message = self.mailbox.take(value, from_rank)
         if not isinstance(value, InputGrad):
-            cargo = wire.decode_cargo(message, self._stamp(value))
+            cargo = message.cargo()
             self._note_size(value, cargo)
             self._keep(value, cargo)
             return
-        grads = iter(wire.decode_grads(message, self._stamp(value)))
+        grads = iter(message.grads())
         suppliers = suppliers_of(value, self.rank, self.graph)
         sizes = [self._sizes[before, value.microbatch][0] for before in suppliers]
         self._keep(value, {before: tuple(islice(grads, size)) for before, size in zip(suppliers, sizes, strict=True)})
-
-    def _stamp(self, value: Value) -> wire.Stamp:
-        return wire.Stamp(value.microbatch, self.call, self.verify)
 
     def _note_size(self, value: Value, content: Any) -> None:
         """Both ends of an activation learn how large the gradient that comes back will be."""

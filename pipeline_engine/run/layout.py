@@ -29,20 +29,21 @@ class Layout:
 
     Attributes:
         description: in bytes, as it travels.
-        tensors: the shape of each tensor, and its place in bytes from the beginning of the message.
+        tensors: the shape of each tensor, its place in bytes from the beginning of the message, and its size in bytes.
         total: bytes of the whole message.
     """
 
     description: bytes
     _present: Sequence[Shape]
-    tensors: tuple[tuple[Shape, int], ...] = field(init=False)
+    tensors: tuple[tuple[Shape, int, int], ...] = field(init=False)
     total: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         place, tensors = ALIGNMENT + aligned(len(self.description)), []
         for shape in self._present:
-            tensors.append((shape, place))
-            place += aligned(shape[1].numel() * shape[0].itemsize)
+            size = shape[1].numel() * shape[0].itemsize
+            tensors.append((shape, place, size))
+            place += aligned(size)
         object.__setattr__(self, "tensors", tuple(tensors))
         object.__setattr__(self, "total", place)
 

@@ -8,49 +8,72 @@ read in the order in which they were posted, whichever call they belong to.
 from __future__ import annotations
 
 import traceback
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
+from typing import cast
 
-import torch
 from attrs import define, field, frozen
 
 from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.values import Channel, Value, channel_of, continued
 from pipeline_engine.run import wire
+from pipeline_engine.run.cargo import Cargo, Grads
 from pipeline_engine.run.transports.base import Failure, Handle, Transport
 
 
 @define(eq=False)
 class _Letter:
-    """A message on its way in; ``place`` is its place among all that come on its channel."""
+    """A message on its way in; ``arrived`` is its first part, once it has been read."""
 
-    value: Value
-    place: int
+    stamp: wire.Stamp
     first: Handle
+    arrived: wire.Arrived | None = None
     second: Handle | None = None
-    is_read: bool = False
 
 
 @define(eq=False)
-class Traffic:
-    """What goes over a pipeline's channels from one settle to the next, for all its calls.
+class _Lane:
+    """This rank's end of one channel.
 
     Messages are counted, so that one that is lost or comes twice is told from the next, even if it is for the same
     microbatch of the same call: after ``invalidate`` a value is made and sent again.
 
     Attributes:
-        unread: what has come or will come on each channel; see Note [reading in order].
-        sent, posted: how many messages each channel has had at this end.
+        number: of the channel.
+        count: how many messages it has had, from one settle to the next.
+        unread: what has come or will come on it; see Note [reading in order].
+        sent_bytes: how much was ever sent on it.
     """
 
-    unread: defaultdict[Channel, deque[_Letter]] = field(init=False, factory=lambda: defaultdict(deque))
-    sent: Counter[Channel] = field(init=False, factory=Counter)
-    posted: Counter[Channel] = field(init=False, factory=Counter)
+    number: int
+    count: int = 0
+    unread: deque[_Letter] = field(factory=deque)
+    sent_bytes: int = 0
+
+
+class Traffic:
+    """What goes over a pipeline's channels, for all its calls."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Channel, _Lane] = {}
+
+    def lane(self, channel: Channel) -> _Lane:
+        """This rank's end of ``channel``."""
+        lane = self._lanes.get(channel)
+        if lane is None:
+            lane = self._lanes[channel] = _Lane(wire.number_of(channel))
+        return lane
+
+    @property
+    def sent_bytes(self) -> dict[Channel, int]:
+        """How much was sent on each channel."""
+        return {channel: lane.sent_bytes for channel, lane in self._lanes.items() if lane.sent_bytes}
 
     def clear(self) -> None:
         """The channels are empty, and both ends count from 0."""
-        for each in (self.unread, self.sent, self.posted):
-            each.clear()
+        for lane in self._lanes.values():
+            lane.count = 0
+            lane.unread.clear()
 
 
 @frozen(eq=False)
@@ -60,27 +83,34 @@ class Mailbox:
     Args:
         transport: moves the bytes.
         deadline: seconds for each single wait.
-        sent_bytes: how much was sent on each channel.
         traffic: what is on its way, for any call of the pipeline.
+        call: its number.
+        verify: whether messages carry a checksum.
     """
 
     transport: Transport
     deadline: float
-    sent_bytes: Counter[Channel]
     traffic: Traffic
+    call: int = 0
+    verify: bool = False
     _letters: dict[Value, _Letter] = field(init=False, factory=dict)
     _sends: dict[tuple[Value, int], list[Handle]] = field(init=False, factory=dict)
 
-    def send(self, value: Value, target: int, parts: Sequence[torch.Tensor], *, room: int = wire.FIRST_BYTES) -> None:
-        """Start sending the parts of a message, for whose first part the other end posts ``room`` bytes."""
+    def send(self, value: Value, target: int, content: Cargo | Grads, *, room: int = wire.FIRST_BYTES) -> None:
+        """Start sending the content of a value, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
-        wire.mark_place(parts, channel, self.traffic.sent[channel])
-        self.traffic.sent[channel] += 1
-        first, *second = parts
+        lane = self.traffic.lane(channel)
+        stamp = self._next(lane, value)
+        if isinstance(content, Cargo):
+            first, *second = wire.encode_cargo(content, stamp)
+        else:
+            first, *second = wire.encode_grads(content, stamp, limit=room)
         handles = [self.transport.send(channel, first, room=room)]
-        handles += [self.transport.send(continued(channel), part) for part in second]
+        lane.sent_bytes += first.numel()
+        for part in second:
+            handles.append(self.transport.send(continued(channel), part))
+            lane.sent_bytes += part.numel()
         self._sends[value, target] = handles
-        self.sent_bytes[channel] += sum([part.numel() for part in parts])
 
     def wait_send(self, value: Value, target: int) -> None:
         """Wait until every part has left."""
@@ -90,38 +120,41 @@ class Mailbox:
     def post(self, value: Value, source: int, room: int) -> None:
         """Post the receive of a message whose first part has at most ``room`` bytes."""
         channel = channel_of(value, source, self.transport.rank)
-        letter = _Letter(value, self.traffic.posted[channel], self.transport.receive(channel, room))
-        self.traffic.posted[channel] += 1
+        lane = self.traffic.lane(channel)
+        letter = _Letter(self._next(lane, value), self.transport.receive(channel, room))
         self._letters[value] = letter
-        self.traffic.unread[channel].append(letter)
+        lane.unread.append(letter)
 
-    def take(self, value: Value, source: int) -> torch.Tensor:
-        """Wait for a message; its bytes.
+    def _next(self, lane: _Lane, value: Value) -> wire.Stamp:
+        lane.count += 1
+        return wire.Stamp(value.microbatch, self.call, self.verify, lane.number, lane.count - 1)
+
+    def take(self, value: Value, source: int) -> wire.Arrived:
+        """Wait for a message.
 
         Raises:
             PeerFailedError: it is a notice of failure, or the transport knows of one.
             TransportError: it is another message than the one that comes next.
         """
-        channel = channel_of(value, source, self.transport.rank)
-        letter = self._letters[value]
-        while not letter.is_read:
-            self._read_next(channel)
-        if letter.second is not None:
-            self.transport.wait(letter.second, deadline=self.deadline)
-            wire.check_place(letter.second.buffer, channel, letter.place)
-        del self._letters[value]
-        return letter.first.buffer if letter.second is None else letter.second.buffer
+        letter = self._letters.pop(value)
+        if letter.arrived is None:
+            self._read_up_to(letter, channel_of(value, source, self.transport.rank))
+        if letter.second is None:
+            return cast(wire.Arrived, letter.arrived)
+        self.transport.wait(letter.second, deadline=self.deadline)
+        return wire.Arrived.opened(letter.second.buffer, letter.stamp)
 
-    def _read_next(self, channel: Channel) -> None:
-        """Read the first part of the oldest unread message; see Note [reading in order]."""
-        letter = self.traffic.unread[channel][0]
-        self.transport.wait(letter.first, deadline=self.deadline)
-        size = wire.second_part_bytes(letter.first.buffer)
-        wire.check_place(letter.first.buffer, channel, letter.place)
-        if size:
-            letter.second = self.transport.receive(continued(channel), size)
-        letter.is_read = True
-        self.traffic.unread[channel].popleft()
+    def _read_up_to(self, letter: _Letter, channel: Channel) -> None:
+        """Read the first parts of all messages up to this one; see Note [reading in order]."""
+        unread = self.traffic.lane(channel).unread
+        while letter.arrived is None:
+            oldest = unread[0]
+            self.transport.wait(oldest.first, deadline=self.deadline)
+            arrived = wire.Arrived.opened(oldest.first.buffer, oldest.stamp)
+            if arrived.second_part_bytes:
+                oldest.second = self.transport.receive(continued(channel), arrived.second_part_bytes)
+            oldest.arrived = arrived
+            unread.popleft()
 
     def notify(self, failure: Failure, owed: Iterable[tuple[Value, int]], channels: Iterable[Channel]) -> None:
         """Send a notice of failure in the place of every message that is still owed, and one more on every channel.

@@ -18,7 +18,7 @@ from pipeline_engine.errors import UsageError
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run import wire
-from pipeline_engine.run.transports.base import Transport
+from pipeline_engine.run.transports.base import Handle, Transport
 
 
 @frozen(eq=False)
@@ -159,20 +159,25 @@ class Ties:
         rank, own = self.transport.rank, copies.own()
         parameter = copies.parameters[0]
         room = wire.FIRST_BYTES + parameter.numel() * parameter.element_size()
-        (message,) = wire.encode_grads((own,), self._stamp(number), limit=room)
         others = [owner for owner in copies.owners if owner != rank]
-        posted = [self.transport.receive(Channel(owner, rank, f"t{number}"), room) for owner in others]
-        sent = [self.transport.send(Channel(rank, owner, f"t{number}"), message, room=room) for owner in others]
+        incoming = [Channel(owner, rank, f"t{number}") for owner in others]
+        outgoing = [Channel(rank, owner, f"t{number}") for owner in others]
+        posted = [self.transport.receive(channel, room) for channel in incoming]
+        sent = [self._send(channel, number, own, room) for channel in outgoing]
         for handle in (*posted, *sent):
             self.transport.wait(handle, deadline=self.deadline)
         given = {
-            owner: wire.decode_grads(handle.buffer, self._stamp(number))[0]
-            for owner, handle in zip(others, posted, strict=True)
+            channel.source: wire.Arrived.opened(handle.buffer, self._stamp(number, channel)).grads()[0]
+            for channel, handle in zip(incoming, posted, strict=True)
         } | {rank: own}
         return [grad for owner in copies.owners if (grad := given[owner]) is not None]
 
-    def _stamp(self, number: int) -> wire.Stamp:
-        return wire.Stamp(number, self._number)
+    def _send(self, channel: Channel, number: int, own: torch.Tensor | None, room: int) -> Handle:
+        (message,) = wire.encode_grads((own,), self._stamp(number, channel), limit=room)
+        return self.transport.send(channel, message, room=room)
+
+    def _stamp(self, number: int, channel: Channel) -> wire.Stamp:
+        return wire.Stamp(number, self._number, channel=wire.number_of(channel), place=self._number)
 
 
 def _by_name(ties: Iterable[Tie], graph: StageGraph, rank: int) -> dict[str, Mapping[int, torch.nn.Parameter]]:

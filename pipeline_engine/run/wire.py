@@ -15,10 +15,10 @@ from __future__ import annotations
 import ctypes
 import pickle
 import struct
+import sys
 import zlib
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from attrs import frozen
@@ -33,26 +33,37 @@ FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
 
 _PREFIX = struct.Struct("<4sBBBxIQQQQQ12x")
-_PLACE, _PLACE_AT = struct.Struct("<Q"), 44  # in the prefix, but written when it is known
 _TAIL = struct.Struct("<II")  # in an announcement it lies in the padding of the prefix
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
+_SMALL = 64 * 1024
+"""Of tensors up to this many bytes the bytes are moved by hand: torch's operators take longer to begin."""
 
 assert _PREFIX.size == ALIGNMENT
 
 
 @frozen
 class Stamp:
-    """What a message belongs to; the receiver must expect the same.
+    """What a message is, as its receiver knows it before it comes.
 
     Attributes:
         microbatch, call: numbers.
         verify: whether the sender adds a checksum, which the receiver then checks.
+        channel: ``number_of`` the channel.
+        place: which message of its channel it is, counted from 0.
     """
 
     microbatch: int
     call: int = 0
     verify: bool = False
+    channel: int = 0
+    place: int = 0
+
+
+@lru_cache(4096)
+def number_of(channel: Channel) -> int:
+    """A number that tells channels apart: what stood in the memory of a receive may be a message of another one."""
+    return zlib.crc32(str(channel).encode())
 
 
 def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
@@ -75,114 +86,42 @@ def encode_failure(failure: Failure) -> torch.Tensor:
     return _parts(_FAILURE, Stamp(0), Layout(description, ()), [], FIRST_BYTES)[0]
 
 
-def mark_place(parts: Sequence[torch.Tensor], channel: Channel, place: int) -> None:
-    """Write into each part which message of its channel it is, counted from 0: into its prefix, and at its end."""
-    tail = _tail(channel, place)
-    for part in parts:
-        _write(part, _PLACE_AT, _PLACE.pack(place))
-        _write(part, part.numel() - _TAIL.size, tail)
-
-
-def check_place(part: torch.Tensor, channel: Channel, place: int) -> None:
-    """Raise TransportError unless it is this message of its channel, to its end."""
-    prefix = _prefix(part)
-    if prefix.place != place:
-        raise TransportError(
-            f"message {prefix.place} of a channel arrived where message {place} was expected: one was lost, or came "
-            "twice."
-        )
-    end = ALIGNMENT if prefix.parts == 2 else prefix.total + _TAIL.size
-    if _read(part, end - _TAIL.size, _TAIL.size) != _tail(channel, place):
-        raise TransportError(f"message {place} of channel {channel} arrived without its end: it was cut short.")
-
-
-def _tail(channel: Channel, place: int) -> bytes:
-    """Other channels are told apart: what stood in the memory of a receive may be a message of one of them."""
-    return _TAIL.pack(_number_of(channel), place & 0xFFFFFFFF)
-
-
-@lru_cache(4096)
-def _number_of(channel: Channel) -> int:
-    return zlib.crc32(str(channel).encode())
-
-
-def second_part_bytes(first: torch.Tensor) -> int:
-    """Length of the second part that a first part announces; 0 if the first is the whole message.
-
-    Raises:
-        PeerFailedError: it is a notice of failure.
-    """
-    prefix = _prefix(first)
-    if prefix.kind == _FAILURE:
-        raise _failure(first, prefix).as_error()
-    return prefix.total + _TAIL.size if prefix.parts == 2 else 0
-
-
-def failure_in(message: torch.Tensor) -> Failure | None:
-    """The failure that a message tells of, if it is a notice of failure."""
-    prefix = _prefix(message)
-    return _failure(message, prefix) if prefix.kind == _FAILURE else None
-
-
-def _failure(message: torch.Tensor, prefix: _Prefix) -> Failure:
-    failure = pickle.loads(_read(message, ALIGNMENT, prefix.length))
-    assert isinstance(failure, Failure)
-    return failure
-
-
-def decode_cargo(message: torch.Tensor, stamp: Stamp) -> Cargo:
-    """A cargo whose tensors live in the received bytes.
-
-    Raises:
-        TransportError: the message is not the one that was expected, or lies about its size.
-    """
-    layout = read_layout(_description(message, _CARGO, stamp))
-    tensors = iter(_tensors(message, layout))
-    leaves = [
-        next(tensors) if shape else constant for shape, constant in zip(layout.shapes, layout.constants, strict=True)
-    ]
-    return Cargo(layout.spec, layout.places, tuple(leaves), layout.needs_grad, tuple(tensors))
-
-
-def decode_grads(message: torch.Tensor, stamp: Stamp) -> Grads:
-    """Gradients whose tensors live in the received bytes."""
-    layout = read_grads_layout(_description(message, _GRADS, stamp))
-    tensors = iter(_tensors(message, layout))
-    return tuple([next(tensors) if shape else None for shape in layout.shapes])
-
-
 def _parts(
     kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int
 ) -> tuple[torch.Tensor, ...]:
-    message = torch.empty(layout.total + _TAIL.size, dtype=torch.uint8)
-    for (shape, place), tensor in zip(layout.tensors, tensors, strict=True):
-        _place(message, place, shape).copy_(tensor)
-    description, checksum = layout.description, 0
+    description, total = layout.description, layout.total
+    message = torch.empty(total + _TAIL.size, dtype=torch.uint8)
+    start = message.data_ptr()
+    for (shape, place, size), tensor in zip(layout.tensors, tensors, strict=True):
+        if size <= _SMALL and _is_plain(tensor, shape):
+            ctypes.memmove(start + place, tensor.data_ptr(), size)
+        else:
+            _place(message, place, shape).copy_(tensor)
+    checksum = 0
     if stamp.verify:
-        _write(message, ALIGNMENT, description)
-        checksum = _checksum(message, layout.total)
-    rest = (checksum, stamp.call, stamp.microbatch, len(description), layout.total, 0)
-    _write(message, 0, _PREFIX.pack(_MAGIC, kind, 1, stamp.verify, *rest) + description)
-    if message.numel() <= limit:
+        ctypes.memmove(start + ALIGNMENT, description, len(description))
+        checksum = _checksum(message, total)
+    tail = _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF)
+    ctypes.memmove(start + total, tail, _TAIL.size)
+    rest = (stamp.verify, checksum, stamp.call, stamp.microbatch, len(description), total, stamp.place)
+    head = _PREFIX.pack(_MAGIC, kind, 1, *rest) + description
+    ctypes.memmove(start, head, len(head))
+    if total + _TAIL.size <= limit:
         return (message,)
-    announcement = torch.empty(ALIGNMENT, dtype=torch.uint8)
-    _write(announcement, 0, _PREFIX.pack(_MAGIC, kind, 2, stamp.verify, *rest))
-    return (announcement, message)
+    announcement = _PREFIX.pack(_MAGIC, kind, 2, *rest)[: -_TAIL.size] + tail
+    return (torch.frombuffer(bytearray(announcement), dtype=torch.uint8), message)
 
 
-def _checksum(message: torch.Tensor, total: int) -> int:
-    """Of all bytes between prefix and tail."""
-    return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
-
-
-def _write(buffer: torch.Tensor, offset: int, data: bytes) -> None:
-    ctypes.memmove(buffer.data_ptr() + offset, data, len(data))
-
-
-def _read(buffer: torch.Tensor, offset: int, length: int) -> bytes:
-    if offset + length > buffer.numel():
-        raise TransportError(f"a message of {buffer.numel()} bytes announces {length} bytes at {offset}.")
-    return ctypes.string_at(buffer.data_ptr() + offset, length)
+def _is_plain(tensor: torch.Tensor, shape: Shape) -> bool:
+    """Whether the bytes that the message wants are those that stand at ``data_ptr``, one after the other."""
+    return (
+        shape[2] is None
+        and type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.data_ptr() != 0
+    )
 
 
 def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
@@ -192,7 +131,13 @@ def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
     return tensor.set_(message.untyped_storage(), place // dtype.itemsize, sizes, strides or ())
 
 
+def _checksum(message: torch.Tensor, total: int) -> int:
+    """Of all bytes between prefix and tail."""
+    return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
+
+
 class _Prefix(NamedTuple):
+    magic: bytes
     kind: int
     parts: int
     is_verified: int
@@ -204,34 +149,111 @@ class _Prefix(NamedTuple):
     place: int
 
 
-def _prefix(message: torch.Tensor) -> _Prefix:
-    magic, *fields = _PREFIX.unpack(_read(message, 0, _PREFIX.size))
-    if magic != _MAGIC:
-        raise TransportError(f"a message begins with {magic!r}, not with {_MAGIC!r}: the channel carries foreign data.")
-    return _Prefix(*fields)
+@frozen(eq=False)
+class Arrived:
+    """A part of a message that has come, and is the one that its channel carries at its place, to its end."""
+
+    part: torch.Tensor
+    _stamp: Stamp
+    _prefix: _Prefix
+
+    @classmethod
+    def opened(cls, part: torch.Tensor, stamp: Stamp) -> Arrived:
+        """Check a part.
+
+        Args:
+            part: uint8 ``[bytes]``, maybe longer than what has come.
+            stamp: of the message that is expected.
+
+        Raises:
+            PeerFailedError: it is a notice of failure.
+            TransportError: it is another message, or one whose end is missing.
+        """
+        prefix = _Prefix._make(_PREFIX.unpack(_read(part, 0, ALIGNMENT)))
+        if prefix.magic != _MAGIC:
+            raise TransportError(
+                f"a message begins with {prefix.magic!r}, not with {_MAGIC!r}: the channel carries foreign data."
+            )
+        if prefix.kind == _FAILURE:
+            failure = pickle.loads(_read(part, ALIGNMENT, prefix.length))
+            assert isinstance(failure, Failure)
+            raise failure.as_error()
+        if prefix.place != stamp.place:
+            raise TransportError(
+                f"message {prefix.place} of a channel arrived where message {stamp.place} was expected: one was lost, "
+                "or came twice."
+            )
+        end = ALIGNMENT - _TAIL.size if prefix.parts == 2 else prefix.total
+        if _read(part, end, _TAIL.size) != _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF):
+            raise TransportError(f"message {stamp.place} of a channel arrived without its end: it was cut short.")
+        return cls(part, stamp, prefix)
+
+    @property
+    def second_part_bytes(self) -> int:
+        """Length of the second part that this one announces; 0 if this is the whole message."""
+        return self._prefix.total + _TAIL.size if self._prefix.parts == 2 else 0
+
+    def cargo(self) -> Cargo:
+        """The message as a cargo, whose tensors live in the received bytes.
+
+        Raises:
+            TransportError: it belongs to another microbatch or call, is no cargo, or lies about its size.
+        """
+        layout = read_layout(self._description(_CARGO))
+        tensors = iter(self._tensors(layout))
+        leaves = [
+            next(tensors) if shape else constant
+            for shape, constant in zip(layout.shapes, layout.constants, strict=True)
+        ]
+        return Cargo(layout.spec, layout.places, tuple(leaves), layout.needs_grad, tuple(tensors))
+
+    def grads(self) -> Grads:
+        """The message as gradients, whose tensors live in the received bytes.
+
+        Raises:
+            TransportError: as ``cargo``.
+        """
+        layout = read_grads_layout(self._description(_GRADS))
+        tensors = iter(self._tensors(layout))
+        return tuple([next(tensors) if shape else None for shape in layout.shapes])
+
+    def _description(self, kind: int) -> bytes:
+        prefix, stamp = self._prefix, self._stamp
+        got, wanted = (prefix.kind, prefix.call, prefix.microbatch), (kind, stamp.call, stamp.microbatch)
+        if got != wanted:
+            raise TransportError(
+                "a message of kind {} of call {} for microbatch {} arrived where one of ".format(*got)
+                + "kind {} of call {} for microbatch {} was expected.".format(*wanted)
+            )
+        if prefix.is_verified and _checksum(self.part, prefix.total) != prefix.checksum:
+            raise TransportError(
+                f"the checksum of a message for microbatch {stamp.microbatch} is wrong: bytes were changed."
+            )
+        return _read(self.part, ALIGNMENT, prefix.length)
+
+    def _tensors(self, layout: Layout) -> list[torch.Tensor]:
+        if layout.total > self.part.numel():
+            raise TransportError(
+                f"a message of {self.part.numel()} bytes announces tensors of {layout.total} bytes in all: "
+                + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _, _ in layout.tensors)
+            )
+        return [_place(self.part, place, shape) for shape, place, _ in layout.tensors]
 
 
-def _description(message: torch.Tensor, kind: int, stamp: Stamp) -> bytes:
-    prefix = _prefix(message)
-    got, wanted = (prefix.kind, prefix.call, prefix.microbatch), (kind, stamp.call, stamp.microbatch)
-    if got != wanted:
+def packed(tree: Any) -> bytes:
+    """A tree of tensors as bytes that are no message, but travel in an exchange."""
+    (message,) = encode_cargo(Cargo.of(tree), Stamp(0), limit=sys.maxsize)
+    return ctypes.string_at(message.data_ptr(), message.numel())
+
+
+def unpacked(word: bytes) -> Any:
+    """The tree again, its tensors on the CPU."""
+    return Arrived.opened(torch.frombuffer(bytearray(word), dtype=torch.uint8), Stamp(0)).cargo().tree()
+
+
+def _read(buffer: torch.Tensor, offset: int, length: int) -> bytes:
+    if offset + length > buffer.numel():
         raise TransportError(
-            "a message of kind {} of call {} for microbatch {} arrived where one of ".format(*got)
-            + "kind {} of call {} for microbatch {} was expected.".format(*wanted)
+            f"a message of {buffer.numel()} bytes arrived where {offset + length} bytes were announced."
         )
-    if prefix.total > message.numel():
-        raise TransportError(f"a message of {message.numel()} bytes arrived where {prefix.total} bytes were announced.")
-    if prefix.is_verified and _checksum(message, prefix.total) != prefix.checksum:
-        raise TransportError(
-            f"the checksum of a message for microbatch {stamp.microbatch} is wrong: bytes were changed."
-        )
-    return _read(message, ALIGNMENT, prefix.length)
-
-
-def _tensors(message: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    if layout.total > message.numel():
-        raise TransportError(
-            f"a message of {message.numel()} bytes announces tensors of {layout.total} bytes in all: "
-            + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _ in layout.tensors)
-        )
-    return [_place(message, place, shape) for shape, place in layout.tensors]
+    return ctypes.string_at(buffer.data_ptr() + offset, length)

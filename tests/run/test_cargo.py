@@ -120,7 +120,7 @@ def test_a_dataclass_that_checks_its_fields_can_be_sent() -> None:
     from pipeline_engine.run import wire
 
     (message,) = wire.encode_cargo(Cargo.of(Checked(torch.ones(2))), Stamp(0))
-    assert torch.equal(wire.decode_cargo(message, Stamp(0)).tree().x, torch.ones(2))
+    assert torch.equal(wire.Arrived.opened(message, Stamp(0)).cargo().tree().x, torch.ones(2))
 
 
 @dataclasses.dataclass

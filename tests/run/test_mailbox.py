@@ -27,11 +27,11 @@ def two_mailboxes(transport: Transport) -> list[Mailbox]:
     """Those of two calls of one pipeline."""
     transport.open(CHANNELS, deadline=DEADLINE)
     traffic = Traffic()
-    return [Mailbox(transport, DEADLINE, Counter(), traffic) for _ in range(2)]
+    return [Mailbox(transport, DEADLINE, traffic, call) for call in range(2)]
 
 
-def message(number: int, size: int) -> tuple[torch.Tensor, ...]:
-    return wire.encode_cargo(Cargo.of(torch.full((size,), float(number))), Stamp(number))
+def numbers(number: int, size: int) -> Cargo:
+    return Cargo.of(torch.full((size,), float(number)))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
@@ -43,14 +43,14 @@ def test_messages_of_two_parts_are_taken_in_any_order(order: tuple[int, ...]) ->
         values = [Activation(0, number) for number in range(3)]
         if transport.rank == 0:
             for number, value in enumerate(values):
-                mailbox.send(value, 1, message(number, sizes[number]))
+                mailbox.send(value, 1, numbers(number, sizes[number]))
             for value in values:
                 mailbox.wait_send(value, 1)
         else:
             for value in values:
                 mailbox.post(value, 0, wire.FIRST_BYTES)
             for number in order:
-                tensor = wire.decode_cargo(mailbox.take(values[number], 0), Stamp(number)).tree()
+                tensor = mailbox.take(values[number], 0).cargo().tree()
                 assert tensor.tolist() == [float(number)] * sizes[number]
 
     run_ranks_in_threads(on_rank, 2)
@@ -63,15 +63,15 @@ def test_messages_of_two_calls_on_one_channel_keep_apart() -> None:
         earlier, later = two_mailboxes(transport)
         value = Activation(0, 0)
         if transport.rank == 0:
-            earlier.send(value, 1, wire.encode_cargo(Cargo.of(torch.zeros(5000)), Stamp(0)))
-            later.send(value, 1, wire.encode_cargo(Cargo.of(torch.ones(7000)), Stamp(0)))
+            earlier.send(value, 1, numbers(0, 5000))
+            later.send(value, 1, numbers(1, 7000))
             for mailbox in (earlier, later):
                 mailbox.wait_send(value, 1)
         else:
             for mailbox in (earlier, later):
                 mailbox.post(value, 0, wire.FIRST_BYTES)
-            assert wire.decode_cargo(later.take(value, 0), Stamp(0)).tree().sum() == 7000
-            assert wire.decode_cargo(earlier.take(value, 0), Stamp(0)).tree().sum() == 0
+            assert later.take(value, 0).cargo().tree().sum() == 7000
+            assert earlier.take(value, 0).cargo().tree().sum() == 0
 
     run_ranks_in_threads(on_rank, 2)
 
@@ -142,20 +142,9 @@ class Meddling(Transport):
         self.inner.close()
 
 
-def posted_as(channel: Channel, message: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Another message in the place of one."""
-    (other,) = parts
-    place = next(place for place in range(100) if not _refuses(channel, message, place))
-    wire.mark_place([other], channel, place)
-    return other
-
-
-def _refuses(channel: Channel, message: torch.Tensor, place: int) -> bool:
-    try:
-        wire.check_place(message, channel, place)
-    except pe.TransportError:
-        return True
-    return False
+def stamp_of(channel: Channel, count: int, microbatch: int) -> Stamp:
+    """Of the message that is the ``count``-th on its channel, counted from 1, for any microbatch."""
+    return Stamp(microbatch, channel=wire.number_of(channel), place=count - 1)
 
 
 class DropsAGradient(Meddling):
@@ -164,7 +153,7 @@ class DropsAGradient(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if not channel.name.startswith("dx") or self.counts[channel.name] != 3:
             return message
-        return posted_as(channel, message, wire.encode_grads((None,), Stamp(2), wire.FIRST_BYTES))
+        return wire.encode_grads((None,), stamp_of(channel, 3, 2), wire.FIRST_BYTES)[0]
 
 
 class LiesAboutTheMicrobatch(Meddling):
@@ -173,7 +162,8 @@ class LiesAboutTheMicrobatch(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        return posted_as(channel, message, wire.encode_cargo(wire.decode_cargo(message, Stamp(1)), Stamp(2)))
+        cargo = wire.Arrived.opened(message, stamp_of(channel, 2, 1)).cargo()
+        return wire.encode_cargo(cargo, stamp_of(channel, 2, 2))[0]
 
 
 class ShrinksATensor(Meddling):
@@ -182,8 +172,8 @@ class ShrinksATensor(Meddling):
     def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
-        longer = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), Stamp(1), limit=10**6)
-        return posted_as(channel, message, longer)[: message.numel()]
+        longer = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), stamp_of(channel, 2, 1), limit=10**6)[0]
+        return longer[: message.numel()]
 
 
 class Repeats(Meddling):
@@ -251,6 +241,6 @@ def test_a_message_from_before_an_invalidate_is_not_taken_for_the_one_that_was_m
 
 
 def test_a_value_that_was_never_posted_cannot_be_taken() -> None:
-    mailbox = Mailbox(MemoryTransport.connect(2)[0], DEADLINE, Counter(), Traffic())
+    mailbox = Mailbox(MemoryTransport.connect(2)[0], DEADLINE, Traffic())
     with pytest.raises(KeyError):
         mailbox.take(InputGrad(1, 0), 1)

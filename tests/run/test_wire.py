@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline_engine.errors import TransportError
+from pipeline_engine.errors import PeerFailedError, TransportError
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo
 from pipeline_engine.run.transports.base import Failure
-from pipeline_engine.run.wire import Stamp
+from pipeline_engine.run.wire import Arrived, Stamp
 from tests.run.test_cargo import same, trees
 
 DTYPES = [
@@ -43,16 +43,16 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return numbers
 
 
-def arrive(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def arrive(parts: tuple[torch.Tensor, ...], stamp: Stamp) -> Arrived:
     """What the receiver reads: the first part in a larger buffer, and the second at its announced size."""
     room = torch.full((max(wire.FIRST_BYTES, parts[0].numel()),), 255, dtype=torch.uint8)
     room[: parts[0].numel()].copy_(parts[0])
-    size = wire.second_part_bytes(room)
+    size = Arrived.opened(room, stamp).second_part_bytes
     assert (size > 0) == (len(parts) == 2)
     if not size:
-        return room
+        return Arrived.opened(room, stamp)
     assert parts[1].numel() == size
-    return parts[1].clone()
+    return Arrived.opened(parts[1].clone(), stamp)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @given(st.lists(tensors(), max_size=4), st.integers(0, 1000))
 def test_tensors_of_any_dtype_and_stride_arrive_bit_for_bit(sent: list[torch.Tensor], microbatch: int) -> None:
-    arrived = wire.decode_cargo(arrive(wire.encode_cargo(Cargo.of(sent), Stamp(microbatch))), Stamp(microbatch))
+    stamp = Stamp(microbatch)
+    arrived = arrive(wire.encode_cargo(Cargo.of(sent), stamp), stamp).cargo()
     for left, right in zip(sent, arrived.leaves, strict=True):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
         assert torch.equal(bits(left), bits(right))
@@ -70,7 +71,7 @@ def test_tensors_of_any_dtype_and_stride_arrive_bit_for_bit(sent: list[torch.Ten
 @given(trees)
 def test_trees_arrive_as_they_were(tree: Any) -> None:
     cargo = Cargo.of(tree)
-    arrived = wire.decode_cargo(arrive(wire.encode_cargo(cargo, Stamp(7))), Stamp(7))
+    arrived = arrive(wire.encode_cargo(cargo, Stamp(7)), Stamp(7)).cargo()
     assert same(arrived.tree(), tree) and arrived.needs_grad == cargo.needs_grad
 
 
@@ -81,7 +82,7 @@ def test_absent_gradients_stay_absent(grads: list[torch.Tensor | None]) -> None:
     )
     parts = wire.encode_grads(tuple(grads), Stamp(3), limit)
     assert len(parts) == 1
-    arrived = wire.decode_grads(parts[0], Stamp(3))
+    arrived = Arrived.opened(parts[0], Stamp(3)).grads()
     assert [grad is None for grad in arrived] == [grad is None for grad in grads]
     for left, right in zip(grads, arrived, strict=True):
         assert left is None or (right is not None and torch.equal(bits(left), bits(right)))
@@ -91,12 +92,12 @@ def test_a_message_is_a_copy_of_what_was_sent() -> None:
     tensor = torch.ones(4)
     (message,) = wire.encode_cargo(Cargo.of(tensor), Stamp(0))
     tensor.zero_()
-    assert wire.decode_cargo(message, Stamp(0)).tree().tolist() == [1, 1, 1, 1]
+    assert Arrived.opened(message, Stamp(0)).cargo().tree().tolist() == [1, 1, 1, 1]
 
 
 def test_what_arrives_may_be_changed_in_place_without_touching_its_neighbours() -> None:
     (message,) = wire.encode_cargo(Cargo.of([torch.ones(3), torch.ones(5)]), Stamp(0))
-    first, second = wire.decode_cargo(message, Stamp(0)).leaves
+    first, second = Arrived.opened(message, Stamp(0)).cargo().leaves
     version = second._version
     first.mul_(2)
     assert not first._is_view() and (second._version, second.tolist()) == (version, [1] * 5)
@@ -107,83 +108,82 @@ def test_another_microbatch_than_expected_is_refused() -> None:
     with pytest.raises(
         TransportError, match="for microbatch 4 arrived where one of kind 0 of call 0 for microbatch 5 was expected"
     ):
-        wire.decode_cargo(message, Stamp(5))
+        Arrived.opened(message, Stamp(5)).cargo()
 
 
 def test_another_kind_than_expected_is_refused() -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(4))
     with pytest.raises(TransportError, match="kind 0 of call 0 for microbatch 4 arrived where one of kind 1"):
-        wire.decode_grads(message, Stamp(4))
+        Arrived.opened(message, Stamp(4)).grads()
 
 
 def test_foreign_bytes_are_refused() -> None:
     with pytest.raises(TransportError, match="the channel carries foreign data"):
-        wire.decode_cargo(torch.zeros(ALIGNMENT, dtype=torch.uint8), Stamp(0))
+        Arrived.opened(torch.zeros(ALIGNMENT, dtype=torch.uint8), Stamp(0))
 
 
 @given(st.integers(1, 500))
 def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), Stamp(0))
-    with pytest.raises(TransportError, match=r"a message of .* bytes arrived where 640 bytes were announced"):
-        wire.decode_cargo(message[: message.numel() - missing - 56], Stamp(0))
+    with pytest.raises(TransportError, match=r"a message of .* bytes arrived where 648 bytes were announced"):
+        Arrived.opened(message[: message.numel() - missing], Stamp(0))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_with_a_checksum_no_changed_byte_passes(place: int, change: int) -> None:
     stamp = Stamp(0, verify=True)
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), stamp)
-    assert torch.equal(wire.decode_cargo(message, stamp).tree(), torch.ones(100))
+    assert torch.equal(Arrived.opened(message, stamp).cargo().tree(), torch.ones(100))
     place = ALIGNMENT + place % (message.numel() - ALIGNMENT - 8)  # the tail belongs to the channel
     message[place] = (int(message[place]) + change) % 256
     with pytest.raises(TransportError, match="the checksum of a message for microbatch 0 is wrong"):
-        wire.decode_cargo(message, stamp)
+        Arrived.opened(message, stamp).cargo()
 
 
 def test_a_message_of_another_call_is_refused() -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(4, call=1))
     with pytest.raises(TransportError, match="of call 1 for microbatch 4 arrived where one of kind 0 of call 2"):
-        wire.decode_cargo(message, Stamp(4, call=2))
+        Arrived.opened(message, Stamp(4, call=2)).cargo()
 
 
 @given(st.text(), st.text(), st.text(max_size=4000))
 def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing: str, cause: str, trace: str) -> None:
     notice = wire.encode_failure(Failure(2, doing * 50, cause * 200, trace * 2))
     assert notice.numel() <= wire.FIRST_BYTES
-    told = wire.failure_in(notice)
-    assert told is not None and told.rank == 2
+    with pytest.raises(PeerFailedError) as raised:
+        Arrived.opened(notice, Stamp(5, call=3, place=7))
+    told = raised.value
+    assert told.rank == 2
     assert (doing * 50).startswith(told.doing) and (cause * 200).startswith(told.cause)
 
 
-def test_an_ordinary_message_is_no_notice_of_failure() -> None:
-    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(2)), Stamp(0))[0]) is None
-    assert wire.failure_in(wire.encode_cargo(Cargo.of(torch.ones(5000)), Stamp(0))[0]) is None
+X0, DX1 = (wire.number_of(Channel(source, 1, name)) for source, name in ((0, "x0"), (2, "dx2")))
 
 
-X0, DX1 = Channel(0, 1, "x0"), Channel(2, 1, "dx2")
+def sent_as(cargo: Cargo, channel: int, place: int) -> tuple[torch.Tensor, ...]:
+    return wire.encode_cargo(cargo, Stamp(place, channel=channel, place=place))
 
 
-def marked(cargo: Cargo, channel: Channel, place: int) -> tuple[torch.Tensor, ...]:
-    parts = wire.encode_cargo(cargo, Stamp(place))
-    wire.mark_place(parts, channel, place)
-    return parts
+def check(part: torch.Tensor, channel: int, place: int) -> None:
+    Arrived.opened(part, Stamp(3, channel=channel, place=place))
 
 
 @pytest.mark.parametrize("rows", [5, 5000])
 def test_every_part_of_a_message_is_that_of_its_channel_and_place(rows: int) -> None:
-    for part in marked(Cargo.of(torch.ones(rows)), X0, 3):
-        wire.check_place(part, X0, 3)
+    for part in sent_as(Cargo.of(torch.ones(rows)), X0, 3):
+        check(part, X0, 3)
         with pytest.raises(TransportError, match="message 3 of a channel arrived where message 4 was expected"):
-            wire.check_place(part, X0, 4)
-        with pytest.raises(TransportError, match=r"message 3 of channel .* arrived without its end: it was cut short"):
-            wire.check_place(part, DX1, 3)
+            check(part, X0, 4)
+        with pytest.raises(TransportError, match="message 3 of a channel arrived without its end: it was cut short"):
+            check(part, DX1, 3)
 
 
 @given(st.integers(8, 20_000))
 def test_a_message_that_fills_only_the_head_of_its_receive_is_refused_whatever_stood_there(missing: int) -> None:
     """There stood the message of the same size and place on another channel, and the one before on this channel."""
-    _, sent = marked(Cargo.of(torch.ones(5000)), X0, 3)
-    for stale in (marked(Cargo.of(torch.zeros(5000)), DX1, 3)[1], marked(Cargo.of(torch.zeros(5000)), X0, 2)[1]):
+    _, sent = sent_as(Cargo.of(torch.ones(5000)), X0, 3)
+    for stale in (sent_as(Cargo.of(torch.zeros(5000)), DX1, 3)[1], sent_as(Cargo.of(torch.zeros(5000)), X0, 2)[1]):
         arrived = stale.clone()
         arrived[: sent.numel() - missing] = sent[: sent.numel() - missing]
         with pytest.raises(TransportError, match="cut short"):
-            wire.check_place(arrived, X0, 3)
+            check(arrived, X0, 3)

@@ -38,6 +38,7 @@ _SECONDS_TO_HEAR_WHY = 0.5
 _SECONDS_TO_BUILD = 30.0  # gloo's rendezvous hears of no failure
 _SECONDS_TO_DRAIN = 10.0
 _SECONDS_FOR_THE_STORE = 0.3
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # the buffer of a small message until it has come
 _constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
 
 
@@ -109,7 +110,7 @@ class TorchTransport(Transport):
         if room > SMALL:
             return self._post(Posted(channel, torch.empty(room, dtype=torch.uint8), end))
         end.letters += 1
-        return Letter(channel, torch.empty(0, dtype=torch.uint8), end, self._watchdog.epoch, place=end.letters - 1)
+        return Letter(channel, _NOTHING, end, self._watchdog.epoch, place=end.letters - 1)
 
     def _end(self, channel: Channel, *, sending: bool) -> End:
         end = self._links.ends.get(channel)
@@ -156,7 +157,7 @@ class TorchTransport(Transport):
 
     def _has_come(self, letter: Letter, deadline: float) -> bool:
         """Block until a small message is here, or a failure, or the deadline; whether it is."""
-        if letter.buffer.numel():
+        if letter.buffer is not _NOTHING:
             return True
         self._look_ahead()
         peer, number = letter.end.peer, letter.end.number
