@@ -160,7 +160,7 @@ class StageGraph:
     @property
     def last_stage(self) -> int:
         """The stage whose output the caller is handed."""
-        return self.num_stages - 1
+        return len(self.rank_of) - 1
 
     @property
     def is_chain(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+
+from attrs import frozen
 
 from pipeline_engine.plan.actions import (
     Action,
@@ -17,25 +20,56 @@ from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
 
 
-def reads(value: Value, rank: int, graph: StageGraph, *, hand_out: bool = True) -> int:
-    """How many actions read ``value`` on ``rank``: stages that take it, sends, the publish and the yield.
+@frozen
+class Reads:
+    """How many actions read a value on one rank: stages that take it, sends, the publish and the yield.
 
     The value is freed after that many reads.  What a stage keeps for its own backward is not counted: it is freed by
     that backward.
 
+    Attributes:
+        activations, input_grads: of each stage, whatever the microbatch.
+        outputs: of each output.
+    """
+
+    activations: tuple[int, ...]
+    input_grads: tuple[int, ...]
+    outputs: int
+
+    def of(self, value: Value) -> int:
+        """How often ``value`` is read where it was made, or received."""
+        match value:
+            case Activation():
+                return self.activations[value.stage]
+            case InputGrad():
+                return self.input_grads[value.stage]
+            case Output():
+                return self.outputs
+            case OutputGrad():
+                return 1
+
+
+@lru_cache(maxsize=4096)
+def reads_on(rank: int, graph: StageGraph, *, hand_out: bool = True) -> Reads:
+    """The reads on ``rank``.
+
     Args:
-        value: made on ``rank``, or received there.
-        rank: where it is read.
+        rank: where values are read.
         graph: the stage graph.
         hand_out: whether outputs travel to every rank; otherwise only the last stage's rank has them.
     """
-    match value:
-        case Activation(stage, _) | InputGrad(stage, _):
-            return _reads_of_staged(isinstance(value, Activation), stage, rank, graph)
-        case Output():
-            return 1 + (_passed_on(rank, graph) if hand_out else 0)
-        case OutputGrad():
-            return 1
+    stages = range(graph.num_stages)
+    passed_on = sum(source == rank for source, _ in graph.deliveries())
+    return Reads(
+        tuple(_reads(Activation(s, 0), graph.after(s), rank, graph) + (s == graph.last_stage) for s in stages),
+        tuple(_reads(InputGrad(s, 0), graph.before(s), rank, graph) for s in stages),
+        1 + (passed_on if hand_out else 0),
+    )
+
+
+def _reads(value: Value, takers: Iterable[int], rank: int, graph: StageGraph) -> int:
+    here = sum(graph.rank_of[taker] == rank for taker in takers)
+    return here + (len(takers_of(value, graph)) if maker_of(value, graph) == rank else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -54,19 +88,3 @@ def read_by(action: Action, graph: StageGraph) -> tuple[Value, ...]:
             return ()
         case _:
             return needs(action, graph)
-
-
-@lru_cache(maxsize=4096)
-def _reads_of_staged(is_activation: bool, stage: int, rank: int, graph: StageGraph) -> int:
-    """The same for every microbatch, and asked for each value that is kept."""
-    value = Activation(stage, 0) if is_activation else InputGrad(stage, 0)
-    takers = graph.after(stage) if is_activation else graph.before(stage)
-    here = sum(graph.rank_of[taker] == rank for taker in takers)
-    published = is_activation and stage == graph.last_stage
-    sends = len(takers_of(value, graph)) if maker_of(value, graph) == rank else 0
-    return here + published + sends
-
-
-@lru_cache(maxsize=4096)
-def _passed_on(rank: int, graph: StageGraph) -> int:
-    return sum(source == rank for source, _ in graph.deliveries())

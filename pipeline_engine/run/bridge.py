@@ -16,6 +16,7 @@ from pipeline_engine.errors import DeadlineError, PeerFailedError, PipelineError
 from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
+from pipeline_engine.plan.lifetimes import reads_on
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.waves import WavesReplica
@@ -346,6 +347,7 @@ class Pipeline:
             mailbox=Mailbox(self._transport, self._deadline, self._traffic, self._count, self._verify),
             channels=self._channels,
             differentiates=modes.differentiates,
+            reads=reads_on(self._transport.rank, self._graph, hand_out=hand_out),
             hands_out=hand_out,
             split_report=self._split_report,
             call=self._count,

@@ -116,7 +116,7 @@ def _learn_dataclass(kind: type) -> bool:
 def _detached(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.layout is not torch.strided or leaf.is_nested or hasattr(leaf, "to_local"):
+    if leaf.layout is not torch.strided or leaf.is_nested or hasattr(type(leaf), "to_local"):
         kind = type(leaf).__name__ if type(leaf) is not torch.Tensor else f"tensor of layout {leaf.layout}"
         raise UsageError(
             f"a stage returned a {kind}; only plain dense tensors travel between stages: return those that it is made "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import islice
-from typing import Any, assert_never, cast
+from typing import Any, assert_never
 
 import torch
 from attrs import define, evolve, field
@@ -32,7 +32,7 @@ from pipeline_engine.plan.actions import (
     suppliers_of,
 )
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.lifetimes import outlives_its_sends, reads
+from pipeline_engine.plan.lifetimes import Reads, outlives_its_sends
 from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
 from pipeline_engine.run import wire
 from pipeline_engine.run.buffers import Buffers
@@ -64,6 +64,7 @@ class Executor:
         mailbox: where messages come and go.
         channels: all channels of the pipeline.
         differentiates: whether backwards will follow.
+        reads: how often each value is read here.
         hands_out: whether every microbatch is yielded here; until then its forwards may have to be run again.
         split_report: by stage, what became of its split backwards; written here.
         call: number of the call.
@@ -87,6 +88,7 @@ class Executor:
     mailbox: Mailbox
     channels: tuple[Channel, ...]
     differentiates: bool
+    reads: Reads
     hands_out: bool
     split_report: dict[int, str]
     seed: int | None
@@ -294,15 +296,17 @@ class Executor:
     def _output_grads(self, stage: int, microbatch: int) -> Grads:
         """The gradients of what a stage returned, added up from its highest consumer down."""
         if stage == self.graph.last_stage:
-            return cast(Grads, self._read(_output_grad(microbatch)))
-        after = sorted(self.graph.after(stage), reverse=True)
-        first, *others = [self._read(_input_grad(consumer, microbatch))[stage] for consumer in after]
-        for other in others:
-            first = tuple(_added(left, right) for left, right in zip(first, other, strict=True))
-        return cast(Grads, first)
+            own: Grads = self._read(_output_grad(microbatch))
+            return own
+        *others, last = self.graph.after(stage)
+        grads: Grads = self._read(_input_grad(last, microbatch))[stage]
+        for consumer in reversed(others):
+            more = self._read(_input_grad(consumer, microbatch))[stage]
+            grads = tuple(_added(left, right) for left, right in zip(grads, more, strict=True))
+        return grads
 
     def _keep(self, value: Value, content: Any) -> None:
-        if count := reads(value, self.rank, self.graph, hand_out=self.hands_out):
+        if count := self.reads.of(value):
             self._values[value] = (content, count)
 
     def _read(self, value: Value) -> Any:

@@ -55,7 +55,7 @@ class Gate:
 class Gatekeeper:
     """Collects what one backward call of the caller gives, and passes it on when that call ends."""
 
-    _given: list[tuple[Gate, Grads]] = field(init=False, factory=list)
+    _given: dict[int, tuple[Giving, dict[int, Grads]]] = field(init=False, factory=dict)  # by the call's number
     _retain: bool = field(init=False, default=False)
     _task: int = field(init=False, default=-1)
 
@@ -74,27 +74,27 @@ class Gatekeeper:
 
     def forget(self) -> None:
         """Drop what a backward call gave that raised elsewhere in the caller's graph, so that it never ended."""
-        self._given = []
+        self._given = {}
         self._task = -1
 
     def take(self, gate: Gate, grads: Iterable[torch.Tensor | None]) -> None:
         """The caller's backward call has come to a gate."""
-        gate.call.check_may_give(gate.microbatch)
+        call = gate.call
+        call.check_may_give(gate.microbatch)
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self.forget()
             self._task = task
             self._retain = torch._C._autograd._get_current_graph_task_keep_graph()
             torch.autograd.Variable._execution_engine.queue_callback(self._serve)
-        self._given.append((gate, gate.all_leaves(grads)))
+        self._given.setdefault(call.number, (call, {}))[1][gate.microbatch] = gate.all_leaves(grads)
 
     def _serve(self) -> None:
         given, retain = self._given, self._retain
         self.forget()
-        calls = {gate.call.number: gate.call for gate, _ in given}
-        for number in sorted(calls):
-            grads = {gate.microbatch: each for gate, each in given if gate.call.number == number}
-            calls[number].give(grads, retain=retain)
+        for number in sorted(given):
+            call, grads = given[number]
+            call.give(grads, retain=retain)
 
 
 class _Gated(torch.autograd.Function):

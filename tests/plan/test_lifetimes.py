@@ -20,7 +20,7 @@ from pipeline_engine.plan.actions import (
     Yield,
 )
 from pipeline_engine.plan.graph import StageGraph
-from pipeline_engine.plan.lifetimes import reads
+from pipeline_engine.plan.lifetimes import reads_on
 from pipeline_engine.plan.values import Activation, InputGrad, Output, OutputGrad, Value
 from tests.strategies import schedules
 
@@ -53,15 +53,15 @@ def test_a_value_is_read_as_often_as_its_lifetime_says(schedule: pe.Schedule, ha
                     pass
         assert set(made.values()) <= {1}
         for value in made:
-            assert read[value] == reads(value, rank, graph, hand_out=hand_out), f"{value} on rank {rank}"
+            assert read[value] == reads_on(rank, graph, hand_out=hand_out).of(value), f"{value} on rank {rank}"
 
 
 def test_a_value_that_skips_a_stage_is_read_by_both_its_takers() -> None:
     graph = StageGraph(edges=[(0, 1), (1, 2), (0, 2)], rank_of=[0, 1, 1])
-    assert reads(Activation(0, 0), 0, graph) == 1  # sent once
-    assert reads(Activation(0, 0), 1, graph) == 2  # by stages 1 and 2
-    assert reads(Activation(2, 0), 1, graph) == 1  # published
-    assert reads(InputGrad(2, 0), 1, graph) == 2  # by stage 1, and sent to stage 0
-    assert reads(InputGrad(0, 0), 0, graph) == 0
-    assert reads(OutputGrad(0), 1, graph) == 1
-    assert [reads(Output(0), rank, graph) for rank in (0, 1)] == [1, 2]
+    assert reads_on(0, graph).of(Activation(0, 0)) == 1  # sent once
+    assert reads_on(1, graph).of(Activation(0, 0)) == 2  # by stages 1 and 2
+    assert reads_on(1, graph).of(Activation(2, 0)) == 1  # published
+    assert reads_on(1, graph).of(InputGrad(2, 0)) == 2  # by stage 1, and sent to stage 0
+    assert reads_on(0, graph).of(InputGrad(0, 0)) == 0
+    assert reads_on(1, graph).of(OutputGrad(0)) == 1
+    assert [reads_on(rank, graph).of(Output(0)) for rank in (0, 1)] == [1, 2]

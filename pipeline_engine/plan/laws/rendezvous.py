@@ -30,7 +30,7 @@ from pipeline_engine.plan.actions import (
 )
 from pipeline_engine.plan.laws.deadlock import Stuck, describe
 from pipeline_engine.plan.laws.hand_out import outputs_travel
-from pipeline_engine.plan.lifetimes import reads
+from pipeline_engine.plan.lifetimes import reads_on
 from pipeline_engine.plan.numbering import Numbering, numbering_of
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.values import Output, OutputGrad, Value
@@ -281,4 +281,4 @@ def _life(value: Value, rank: int, numbering: Numbering, hand_out: bool) -> int:
     """How often a value is read on a rank; -1 if nobody counts, as for a gradient that only the last stage wants."""
     if isinstance(value, OutputGrad):
         return -1
-    return reads(value, rank, numbering.graph, hand_out=hand_out)
+    return reads_on(rank, numbering.graph, hand_out=hand_out).of(value)
