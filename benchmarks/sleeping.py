@@ -28,12 +28,12 @@ def nap(seconds: float) -> None:
 
 @define
 class Naps:
-    """How long a stage sleeps, in seconds, and how long it slept.
+    """How long a stage sleeps, in seconds, and how long its own code took, naps included.
 
     Attributes:
         forward, backward_input, backward_weight: for a microbatch; zero, the default, is the empty stage.
         rows: of a microbatch that takes that long, others in proportion; 0 if rows make no difference.
-        took: seconds of each nap by the letter of its verb, in order; a whole backward is one nap, ``"B"``.
+        took: seconds of each piece of work by the letter of its verb, in order; a whole backward is one, ``"B"``.
     """
 
     forward: float = 0.0
@@ -43,8 +43,10 @@ class Naps:
     took: dict[str, list[float]] = field(factory=dict)
 
     def take(self, letter: str, rows: int) -> None:
-        start = time.perf_counter()
         nap(self._seconds(letter) * (rows / self.rows if self.rows else 1.0))
+
+    def note(self, letter: str, start: float) -> None:
+        """A piece of work that began at ``start`` ends here."""
         self.took.setdefault(letter, []).append(time.perf_counter() - start)
 
     def _seconds(self, letter: str) -> float:
@@ -56,16 +58,23 @@ class Naps:
 class _Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias: Tensor, naps: Naps) -> Tensor:
+        start = time.perf_counter()
         ctx.naps = naps
         naps.take("F", len(hidden))
-        return hidden + bias
+        shifted = hidden + bias
+        naps.note("F", start)
+        return shifted
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        for_hidden, for_bias = ctx.needs_input_grad[:2]
-        if for_hidden or for_bias:
-            ctx.naps.take("B" if for_hidden and for_bias else "I" if for_hidden else "W", len(grads[0]))
-        return grads[0] * 1.0 if for_hidden else None, grads[0].sum(0) if for_bias else None, None
+        start, (for_hidden, for_bias) = time.perf_counter(), ctx.needs_input_grad[:2]
+        if not (for_hidden or for_bias):
+            return None, None, None
+        letter = "B" if for_hidden and for_bias else "I" if for_hidden else "W"
+        ctx.naps.take(letter, len(grads[0]))
+        made = grads[0] * 1.0 if for_hidden else None, grads[0].sum(0) if for_bias else None, None
+        ctx.naps.note(letter, start)
+        return made
 
 
 class Sleeping(nn.Module):
@@ -100,14 +109,20 @@ class SleepingInTwo(Sleeping):
 class _InputHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, naps: Naps) -> Tensor:
+        start = time.perf_counter()
         ctx.naps = naps
         naps.take("F", len(hidden))
-        return hidden * 1.0
+        fresh = hidden * 1.0
+        naps.note("F", start)
+        return fresh
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        start = time.perf_counter()
         ctx.naps.take("I", len(grads[0]))
-        return grads[0] * 1.0, None
+        made = grads[0] * 1.0
+        ctx.naps.note("I", start)
+        return made, None
 
 
 class _WeightHalf(torch.autograd.Function):
@@ -118,5 +133,8 @@ class _WeightHalf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        start = time.perf_counter()
         ctx.naps.take("W", ctx.rows)
-        return grads[0] * 1.0, None, None
+        made = grads[0] * 1.0
+        ctx.naps.note("W", start)
+        return made, None, None
