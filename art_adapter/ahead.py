@@ -29,16 +29,16 @@ class Wave:
     Attributes:
         result: the trainer's own, with placeholders for outputs; None if it had nothing more to plan.
         groups: what is to run, one microbatch each.
-        plan: the trainer's own plan.
         check: what it estimates: ``estimated_required_bytes`` and ``available_bytes``, the same on all ranks.
         memory: takes note of what its groups take here, once all of them are known.
+        shortage: the trainer's own memory error.
     """
 
     result: Any = None
     groups: list[Group] = attrs.field(factory=list)
-    plan: Any = None
     check: Any = None
     memory: WaveMemory | None = None
+    shortage: type[Exception] = MemoryError
 
     @property
     def tokens(self) -> int:
@@ -54,28 +54,16 @@ class Wave:
         """Run a forward of one of the groups.
 
         Raises:
-            MemoryShortage: the device's memory was not enough.
+            Exception: of the type ``shortage``: the device's memory was not enough.
         """
         try:
             return run() if self.memory is None else self.memory.measure(run)
         except torch.OutOfMemoryError as error:
-            raise MemoryShortage(
+            raise self.shortage(
                 f"a deferred forward ran out of memory although the estimate fitted: packed_tokens={self.tokens} "
                 f"microbatches={len(self.groups)} estimated_required_bytes={self.check.estimated_required_bytes} "
                 f"available_bytes={self.check.available_bytes}; pass fewer or shorter inputs"
             ) from error
-
-
-class MemoryShortage(RuntimeError):
-    """On the rank at fault, what every rank's caller gets as the trainer's own memory error, in the same words."""
-
-    @classmethod
-    def told_by(cls, error: Exception) -> str:
-        """Its words, if this error is one or tells of one on another rank; else nothing."""
-        if isinstance(error, cls):
-            return str(error)
-        kind, _, words = error.cause.partition(": ") if isinstance(error, pe.PeerFailedError) else ("", "", "")
-        return words if kind == cls.__name__ else ""
 
 
 @attrs.define

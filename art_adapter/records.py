@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from pipeline_engine import PeerFailedError
+
 T = TypeVar("T")
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -72,6 +74,11 @@ class Records:
         self._forward_output, self._top_k = namespace["ForwardOutput"], namespace["TopK"]
         self.memory_error: type[Exception] = namespace["TrainerRankMemoryError"]
         self._numbers = count()
+
+    def peer_error(self, failure: PeerFailedError) -> Exception:
+        """What a rank raises of another one's failure: of the trainer's own memory error the same, word by word."""
+        kind, _, words = failure.cause.partition(": ")
+        return self.memory_error(words) if kind == self.memory_error.__name__ else failure
 
     def placeholder(self) -> tuple[int, Any]:
         """A number, and the ForwardOutput that stands for it."""

@@ -97,6 +97,7 @@ class StageExecutor:
         deadline: seconds that any single wait for another stage may take.
         agreeing: the ranks that must decide alike; by default those of the pipeline. Tensor- and context-parallel ranks
             meet inside their stages, so they must run the same actions in the same order.
+        peer_error: as of ``pe.Pipeline``.
 
     Attributes:
         agreed: what all of them know of the stages' speed, or None before anything ran.
@@ -117,6 +118,7 @@ class StageExecutor:
         schedule: str | None = None,
         deadline: float = 600.0,
         agreeing: Any = None,
+        peer_error: Callable[[pe.PeerFailedError], Exception] | None = None,
     ) -> None:
         transport = pe.TorchTransport(process_group)
         rank, graph = transport.rank, graph_of(chunks, process_group)
@@ -140,6 +142,7 @@ class StageExecutor:
             keep_open=True,  # as without a pipeline, outputs of one slot may wait while another slot steps
             ties=[pe.tie("embedding and output layer", tied)] if tied else [],
             tracer=self._pace,
+            peer_error=peer_error,
         )
 
     def check_planned_alike(self, groups: Sequence[Group]) -> None:

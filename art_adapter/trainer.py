@@ -12,7 +12,7 @@ rest is planned again, so that the result is that of a trainer that runs one win
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from megatron.core import parallel_state
 
 from .agreement import largest, together
-from .ahead import Horizon, Line, MemoryShortage, Room, Wave
+from .ahead import Horizon, Line, Room, Wave
 from .chunks import first_is
 from .compat import (
     art_trainer_rank,
@@ -103,6 +103,7 @@ class PipelinedForward:
             outputs=self._outputs_of,
             schedule=schedule,
             deadline=deadline,
+            peer_error=self._records.peer_error,
         )
         self._microbatch_tokens = microbatch_tokens
         self._horizon = Horizon()
@@ -124,23 +125,20 @@ class PipelinedForward:
         self._meet()
         wave = self._planned(lambda: run(inputs, **options))
         self.stages.check_planned_alike(wave.groups)
-        with self._as_memory_error():
-            return self._filled(wave, self.stages.forward(wave.groups))
+        return self._filled(wave, self.stages.forward(wave.groups))
 
     def optim_step(self, **options: Any) -> dict[str, float]:
         """As the trainer's own, once every backward that was called is complete; collective over all ranks."""
         step: Callable[..., dict[str, float]] = super().optim_step  # type: ignore[misc]
         if self.stages is not None:
-            with self._as_memory_error():
-                self.stages.pipeline.flush()
+            self.stages.pipeline.flush()
             self._changes += 1
         return step(**options)
 
     def zero_grad(self) -> None:
         """As the trainer's own, after the backwards that the caller's backward calls stand for have all run."""
         if self.stages is not None:
-            with self._as_memory_error():
-                self.stages.pipeline.invalidate()
+            self.stages.pipeline.invalidate()
         super().zero_grad()  # type: ignore[misc]
 
     def close(self) -> None:
@@ -175,8 +173,7 @@ class PipelinedForward:
                     is_planning = self._plan_more(planning, line)
                 if not line:
                     return
-                with self._as_memory_error():
-                    wave, outputs = line.take()
+                wave, outputs = line.take()
                 used += 1
                 yield replace(wave.result, outputs=self._filled(wave, outputs))
         except GeneratorExit:
@@ -199,7 +196,7 @@ class PipelinedForward:
         assert self.stages is not None
         self._meet()
         waves: list[Wave] = []
-        wave, learns = Wave(), False
+        learns = False
         while len(waves) < self._horizon.size and not learns:
             wave = self._planned(lambda: next(planning, None))
             if wave.result is None:
@@ -227,21 +224,7 @@ class PipelinedForward:
     def _meet(self) -> None:
         """Hear of a failure before the collectives of planning, in which the others would be alone."""
         assert self.stages is not None
-        with self._as_memory_error():
-            self.stages.pipeline.meet()
-
-    @contextmanager
-    def _as_memory_error(self) -> Iterator[None]:
-        """A deferred forward that ran out of memory, here or on another rank, is the trainer's own error everywhere.
-
-        Except in ``backward``, which is torch's: a rank that hears of it there raises PeerFailedError.
-        """
-        try:
-            yield
-        except Exception as error:
-            if words := MemoryShortage.told_by(error):
-                raise self._records.memory_error(words) from error
-            raise
+        self.stages.pipeline.meet()
 
     def _room_of(self, runtime: Any) -> Room:
         """A trainer that measures does so on this rank; what is estimated is meant for the whole model."""
@@ -256,7 +239,7 @@ class PipelinedForward:
 
     def _planned(self, plan: Callable[[], Any]) -> Wave:
         """Run a forward of the trainer's own class up to its seam; its result holds placeholders."""
-        self._deferred = wave = Wave()
+        self._deferred = wave = Wave(shortage=self._records.memory_error)
         try:
             wave.result = plan()
         finally:
@@ -368,8 +351,7 @@ class PipelinedForward:
         load = super()._load_slot  # type: ignore[misc]
         if self.stages is None:
             return int(load(*arguments, **options))
-        with self._as_memory_error():
-            self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
+        self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
         self._changes += 1
         return int(together("loading a slot", lambda: load(*arguments, **options)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -78,6 +78,9 @@ class Pipeline:
             and a loop that is left early, hide it.  Not for schedules that split backwards.
         keep_open: whether outputs outlast the next call, and ``flush``: then a gradient may come as long as the caller
             of some rank holds what leads to it.  By default both drop what was not given.
+        peer_error: makes what is raised on this rank when another one has failed, out of the PeerFailedError, which
+            becomes its cause; by default that error itself.  For a trainer whose callers know errors of its own: they
+            get them in ``backward`` too, which no wrapper around this class would see.
 
     Raises:
         UsageError: the stages are not those that the graph puts on this rank, or the transport joins another number
@@ -101,12 +104,13 @@ class Pipeline:
         verify: bool = False,
         on_last_backward: OnLastBackward | None = None,
         keep_open: bool = False,
+        peer_error: Callable[[PeerFailedError], Exception] | None = None,
     ) -> None:
         check_kinds(transport, deadline)
         self._transport, self._doing = transport, Doing()
         self._graph = graph
         self._deadline, self._verify, self._keep_open = float(deadline), verify, keep_open
-        self._tracer, self._on_last_backward = tracer, on_last_backward
+        self._tracer, self._on_last_backward, self._peer_error = tracer, on_last_backward, peer_error
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
         self._digest_for = cache(lambda count: digest_of(self._schedule_for(count)))
         self._settings = {"max_in_flight": max_in_flight, "rng": rng, "keep_open": keep_open}
@@ -409,7 +413,7 @@ class Pipeline:
             self._count, self._agreements = agreed.counts
             self._agreements += 1
         if refusal is None and agreed.refusal is not None:
-            raise agreed.refusal.as_error()
+            raise self._heard(agreed.refusal.as_error())
         return agreed.held
 
     def _settle(self) -> None:
@@ -451,11 +455,14 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            self._fail(error)
-            raise
+            raise self._fail(error)  # noqa: B904  its cause is set
 
-    def _fail(self, error: BaseException) -> None:
-        """After an error no call can go on; every rank is told, unless all have found the same."""
+    def _fail(self, error: BaseException) -> BaseException:
+        """After an error no call can go on; every rank is told, unless all have found the same.
+
+        Returns:
+            what is to be raised.
+        """
         if isinstance(error, DeadlineError):
             report(error, self._transport)
         if not isinstance(error, UsageError) or not self._doing.calls:  # while it is built each finds its own
@@ -466,6 +473,16 @@ class Pipeline:
         for call in self._calls:
             call.abandon(f"the pipeline failed with {type(error).__name__}")
         self._calls.clear()
+        return self._heard(error)
+
+    def _heard(self, error: BaseException) -> BaseException:
+        """What the caller gets to see of an error."""
+        if self._peer_error is None or not isinstance(error, PeerFailedError):
+            return error
+        made = self._peer_error(error)
+        if made is not error:
+            made.__cause__ = error
+        return made
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -29,7 +29,7 @@ class Call:
         order: for each place in the schedule the caller's number of the microbatch that stands there; what is called
             a microbatch in here is a place.
         gatekeeper: where the caller's gradients come in.
-        fail: takes note of an error for the whole pipeline.
+        fail: takes note of an error for the whole pipeline; what is to be raised of it.
 
     Attributes:
         is_running: whether the caller is in a loop over this call's items.
@@ -44,7 +44,7 @@ class Call:
     modes: Modes
     order: Sequence[int]
     gatekeeper: Gatekeeper
-    fail: Callable[[BaseException], None]
+    fail: Callable[[BaseException], BaseException]
     is_running: bool = field(init=False, default=False)
     given: set[int] = field(init=False, factory=set)
     gates: dict[int, weakref.ref[Gate]] = field(init=False, factory=dict)
@@ -214,8 +214,7 @@ class Call:
             program = self.history.play(event, *arguments)
             self.modes.run(self.executor.perform, program)
         except BaseException as error:
-            self.fail(error)
-            raise
+            raise self.fail(error)  # noqa: B904  its cause is set
 
     def _check_may_go_on(self) -> None:
         if why := self._why_ended or self._why_left:

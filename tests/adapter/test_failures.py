@@ -155,10 +155,9 @@ def test_every_rank_raises_within_ten_seconds_and_names_the_one_at_fault(seen: A
         assert kind != "nothing" and seconds < SECONDS, (rank, kind, text, seconds)
         if name == "too_little_memory":  # the ranks agree on it
             assert kind == "TrainerRankMemoryError" and "1000 are available" in text
-        elif name == "out_of_memory_ahead" or (name == "out_of_memory" and rank == culprit):
-            assert kind == "TrainerRankMemoryError" and "pass fewer or shorter inputs" in text
-        elif name == "out_of_memory" and kind == "TrainerRankMemoryError":  # it was not in its backward
-            assert "pass fewer or shorter inputs" in text
+        elif name in ("out_of_memory", "out_of_memory_ahead"):
+            (_, first_text, _), _ = seen[0][0][f"{name} on {culprit}"]
+            assert kind == "TrainerRankMemoryError" and "pass fewer or shorter inputs" in text and text == first_text
         elif rank == culprit:
             assert "cannot" in text and kind == "ArithmeticError"
         elif name == "in_the_callers_loss" and kind == "UsageError":  # it had all it needed, and found out in its step

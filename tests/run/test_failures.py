@@ -10,7 +10,7 @@ import pytest
 import pipeline_engine as pe
 from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.testing import run_ranks_in_threads
-from tests.run.breaking import NUM_RANKS, Boom, Broken, Cell, Subject, cells, judge_broken
+from tests.run.breaking import NUM_RANKS, Boom, Breakable, Broken, Cell, Subject, cells, judge_broken
 from tests.run.playing import ROWS, Rank, batch, loss_of
 from tests.run.processes import Crash, run_in_processes
 
@@ -44,6 +44,55 @@ def test_the_same_holds_between_processes_for_one_pipeline_that_breaks_in_every_
         assert not isinstance(rank, Crash), rank
     for cell in CELLS:
         judge_broken(cell, [rank[cell] for rank in ranks])
+
+
+# The error that an embedding makes of another rank's failure.
+
+
+class OwnError(Exception):
+    """What callers of an embedding know."""
+
+
+def break_one_rank(transport: Transport, way: str) -> tuple[BaseException, str, BaseException]:
+    """Rank 1 fails in an action, and then cannot say how many microbatches there are.
+
+    Returns:
+        what this rank raised then, and what its caller had called; and what it raised of the second.
+    """
+
+    def own(failure: pe.PeerFailedError) -> Exception:
+        return OwnError(f"of rank {failure.rank}: {failure.cause}") if "Boom" in failure.cause else failure
+
+    rank = Rank(transport, make_stage=Breakable, peer_error=own)
+    rank.stage.way = way if rank.number == 1 else ""
+    called = []
+
+    def go_through() -> None:
+        called.append("forward")
+        outputs = rank.pipeline.forward(batch(ROWS))
+        rank.pipeline.meet()  # every rank has its outputs
+        called.append("backward")
+        sum(loss_of(output, index) for index, output in enumerate(outputs)).backward()
+        called.append("flush")
+        rank.pipeline.flush()
+
+    with rank.pipeline:
+        in_action = told(go_through, Boom, OwnError)
+        microbatches = iter(()) if rank.number == 1 else batch(ROWS)
+        in_agreement = told(lambda: rank.pipeline.forward(microbatches), pe.UsageError, pe.PeerFailedError)
+    return in_action, called[-1], in_agreement
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_another_ranks_failure_is_raised_as_an_embedding_wants_it_also_out_of_the_callers_backward(way: str) -> None:
+    seen = run_ranks_in_threads(lambda transport: break_one_rank(transport, way), 3)
+    in_action, where, in_agreement = zip(*seen, strict=True)
+    assert [type(error) for error in in_action] == [OwnError, Boom, OwnError]
+    assert where[:2] == (way, way)  # the last rank may have been through with its part
+    for error in (in_action[0], in_action[2]):
+        assert str(error) == f"of rank 1: Boom: in {way}"
+        assert isinstance(error.__cause__, pe.PeerFailedError) and error.__cause__.rank == 1
+    assert [type(error) for error in in_agreement] == [pe.PeerFailedError, pe.UsageError, pe.PeerFailedError]
 
 
 # Building, and leaving for good.
