@@ -174,13 +174,13 @@ def run_products(products: Sequence[Product], *, retain_graph: bool) -> None:
     The nodes themselves are called: their hooks have fired in the first part.  A node makes what the backward asks for
     within which it is called; so they are called from a hook of one that asks for nothing but the weights' edges.
     """
-    origin = torch.zeros((), requires_grad=True)
+    origin = torch.zeros((), requires_grad=True, device="cpu")
     with torch.enable_grad():
         trigger = origin * 1
     assert trigger.grad_fn is not None
     trigger.grad_fn.register_prehook(lambda _: _run_each(products, retain_graph=retain_graph))
     asked = [product.edge(edge) for product in products for edge in product.edges]
-    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [torch.zeros(())], allow_unused=True)
+    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [torch.zeros((), device="cpu")], allow_unused=True)
 
 
 def _run_each(products: Sequence[Product], *, retain_graph: bool) -> None:

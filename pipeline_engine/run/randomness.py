@@ -116,7 +116,7 @@ def is_per_microbatch(rng: Rng, graph: StageGraph) -> bool:
 def draw_seed() -> int:
     """A seed for all microbatches of a call, from the caller's generator."""
     with alone():
-        return int(torch.randint(2**62, ()))
+        return int(torch.randint(2**62, (), device="cpu"))
 
 
 def alone() -> AbstractContextManager[bool]:

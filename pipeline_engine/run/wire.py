@@ -90,7 +90,7 @@ def _parts(
     kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int
 ) -> tuple[torch.Tensor, ...]:
     description, total = layout.description, layout.total
-    message = torch.empty(total + _TAIL.size, dtype=torch.uint8)
+    message = torch.empty(total + _TAIL.size, dtype=torch.uint8, device="cpu")
     start = message.data_ptr()
     for (shape, place, size), tensor in zip(layout.tensors, tensors, strict=True):
         if size <= _SMALL and _is_plain(tensor, shape):
@@ -127,7 +127,7 @@ def _is_plain(tensor: torch.Tensor, shape: Shape) -> bool:
 def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
     """A tensor in the memory of ``message`` that is no view to autograd, so that it may be changed in place."""
     dtype, sizes, strides = shape
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     return tensor.set_(message.untyped_storage(), place // dtype.itemsize, sizes, strides or ())
 
 
@@ -194,7 +194,7 @@ class Arrived:
         return self._prefix.total + _TAIL.size if self._prefix.parts == 2 else 0
 
     def cargo(self) -> Cargo:
-        """The message as a cargo, whose tensors live in the received bytes.
+        """The message as a cargo; its large tensors live in the received bytes.
 
         Raises:
             TransportError: it belongs to another microbatch or call, is no cargo, or lies about its size.
@@ -208,7 +208,7 @@ class Arrived:
         return Cargo(layout.spec, layout.places, tuple(leaves), layout.needs_grad, tuple(tensors))
 
     def grads(self) -> Grads:
-        """The message as gradients, whose tensors live in the received bytes.
+        """The message as gradients; the large ones live in the received bytes.
 
         Raises:
             TransportError: as ``cargo``.
@@ -237,7 +237,15 @@ class Arrived:
                 f"a message of {self.part.numel()} bytes announces tensors of {layout.total} bytes in all: "
                 + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _, _ in layout.tensors)
             )
-        return [_place(self.part, place, shape) for shape, place, _ in layout.tensors]
+        return [self._tensor(*each) for each in layout.tensors]
+
+    def _tensor(self, shape: Shape, place: int, size: int) -> torch.Tensor:
+        dtype, sizes, strides = shape
+        if size > _SMALL or strides is not None:
+            return _place(self.part, place, shape)
+        tensor = torch.empty(sizes, dtype=dtype, device="cpu")
+        ctypes.memmove(tensor.data_ptr(), self.part.data_ptr() + place, size)
+        return tensor
 
 
 def packed(tree: Any) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline_engine.run.modes import Modes
-from tests.run.playing import Layer, Rank, batch, loss_of, on_ranks
+from tests.run.playing import ROWS, Layer, Rank, batch, loss_of, on_ranks
 
 SLOT: ContextVar[str] = ContextVar("SLOT", default="none")
 
@@ -119,3 +119,18 @@ def test_a_stage_sees_that_nothing_is_differentiated(mode: Any) -> None:
         assert len(rank.stage.seen) == 4 and set(rank.stage.seen) == {expected}
 
     on_ranks(on_rank, 3, "1f1b", Witness)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_engine_makes_its_own_tensors_on_the_cpu_whatever_the_default_device_of_the_caller(schedule: str) -> None:
+    def on_rank(rank: Rank) -> None:
+        microbatches = batch(ROWS)
+        with torch.device("meta"):
+            for item in rank.pipeline.stream(microbatches):
+                loss_of(item.outputs, item.index).backward()
+            rank.pipeline.flush()
+        rank.check_gradients(range(len(ROWS)), ROWS)
+        losses = rank.pipeline.step(microbatches, loss_of)
+        assert [loss.device.type for loss in losses] == ["cpu"] * len(ROWS)
+
+    on_ranks(on_rank, 2, schedule=schedule)

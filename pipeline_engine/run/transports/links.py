@@ -146,7 +146,7 @@ class Links:
                 continue
             channel = self.channels[number]
             end = self.ends[channel]
-            scratch = torch.zeros(1 if end.sending else longest, dtype=torch.uint8)
+            scratch = torch.zeros(1 if end.sending else longest, dtype=torch.uint8, device="cpu")
             for _ in range(count - end.count):
                 self._try_to_start(Posted(channel, scratch, end))
 
@@ -166,7 +166,7 @@ class Links:
                 self._time_out(peer)
 
     def _time_out(self, peer: int) -> None:
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         self._gloo.recv([nothing], peer, len(self.channels)).wait(timedelta(milliseconds=1))
 
     def thaw(self) -> None:

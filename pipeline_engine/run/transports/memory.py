@@ -165,7 +165,7 @@ class MemoryTransport(Transport):
         return self._post(_Message(channel, message), sending=True)
 
     def receive(self, channel: Channel, room: int) -> Handle:
-        return self._post(_Message(channel, torch.empty(room, dtype=torch.uint8)), sending=False)
+        return self._post(_Message(channel, torch.empty(room, dtype=torch.uint8, device="cpu")), sending=False)
 
     def _post(self, message: _Message, *, sending: bool) -> _Message:
         channel = message.channel

@@ -108,7 +108,7 @@ class TorchTransport(Transport):
     def receive(self, channel: Channel, room: int) -> Handle:
         end = self._end(channel, sending=False)
         if room > SMALL:
-            return self._post(Posted(channel, torch.empty(room, dtype=torch.uint8), end))
+            return self._post(Posted(channel, torch.empty(room, dtype=torch.uint8, device="cpu"), end))
         end.letters += 1
         return Letter(channel, _NOTHING, end, self._watchdog.epoch, place=end.letters - 1)
 
