@@ -180,7 +180,8 @@ def run_products(products: Sequence[Product], *, retain_graph: bool) -> None:
     assert trigger.grad_fn is not None
     trigger.grad_fn.register_prehook(lambda _: _run_each(products, retain_graph=retain_graph))
     asked = [product.edge(edge) for product in products for edge in product.edges]
-    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [torch.zeros((), device="cpu")], allow_unused=True)
+    nothing = torch.zeros((), device="cpu")
+    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [nothing], allow_unused=True)
 
 
 def _run_each(products: Sequence[Product], *, retain_graph: bool) -> None:
