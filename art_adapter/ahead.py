@@ -28,13 +28,15 @@ class Wave:
 
     Attributes:
         result: the trainer's own, with placeholders for outputs; None if it had nothing more to plan.
-        groups: what is to run, one microbatch each.
+        plan: the trainer's own, cut into groups that are microbatches.
+        groups: those that are to run.
         check: what it estimates: ``estimated_required_bytes`` and ``available_bytes``, the same on all ranks.
         memory: takes note of what its groups take here, once all of them are known.
         shortage: the trainer's own memory error.
     """
 
     result: Any = None
+    plan: Any = None
     groups: list[Group] = attrs.field(factory=list)
     check: Any = None
     memory: WaveMemory | None = None
@@ -91,11 +93,11 @@ class Room:
 
     Attributes:
         share: of the estimate, that of the largest stage: 1 if the trainer measures on each rank.
-        boundary: bytes per token that cross into and out of a stage, gradients included.
+        boundary: bytes per token of a packed row that cross into and out of a stage, gradients included.
     """
 
     share: float
-    boundary: int
+    boundary: float
 
     def needed_by(self, wave: Wave) -> float:
         """Bytes on the fullest rank."""

@@ -40,6 +40,9 @@ class Group:
 
     Attributes:
         items, prepared: what the trainer's own forward takes.
+        tokens: length of the packed row, its relative cost; the same on all ranks that run it, also on
+            context-parallel ones with shares of unequal length. By default that of ``prepared``, for a row that is not
+            shared out.
         numbers: of the placeholders that the trainer holds instead of the outputs.
         slot: what the trainer calls the slot, once it has said so.
         around: runs a forward of this group and may look at what it takes, or at how it fails.
@@ -47,16 +50,14 @@ class Group:
 
     items: Sequence[Any]
     prepared: Any
+    tokens: int = attrs.field(
+        default=attrs.Factory(lambda self: int(self.prepared.tokens.numel()), takes_self=True), kw_only=True
+    )
     numbers: Sequence[int] = ()
     slot: Any = None
     around: Callable[[Callable[[], Any]], Any] = attrs.field(default=lambda run: run())
     context: contextvars.Context = attrs.field(init=False, factory=contextvars.copy_context)
     differentiates: bool = attrs.field(init=False, factory=torch.is_grad_enabled)
-
-    @property
-    def tokens(self) -> int:
-        """Length of the packed row, its relative cost."""
-        return int(self.prepared.tokens.numel())
 
     def run(self, forward: Callable[[Group], Any]) -> Any:
         """Run a forward where the group was made."""

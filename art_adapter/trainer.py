@@ -234,7 +234,7 @@ class PipelinedForward:
         size = next(runtime.model[0].parameters()).element_size()
         return Room(
             share=1.0 if measures_memory(self) else most / runtime.provider.num_layers,
-            boundary=4 * int(runtime.provider.hidden_size) * size,
+            boundary=4 * int(runtime.provider.hidden_size) * size / parallel_state.get_context_parallel_world_size(),
         )
 
     def _planned(self, plan: Callable[[], Any]) -> Wave:
@@ -261,11 +261,12 @@ class PipelinedForward:
         if self.stages is None:
             own: list[Any] = super()._forward_packed(items, prepared)  # type: ignore[misc]
             return own
-        if self._deferred is None:
+        if (wave := self._deferred) is None:
             raise RuntimeError("a pipelined trainer runs forwards through forward_micro_batches and dp_rank_forward")
         placeholders = [self._records.placeholder() for _ in items]
         numbers = [number for number, _ in placeholders]
-        self._deferred.groups.append(Group(items, prepared, numbers, around=self._deferred.run_piece))
+        packed = wave.plan.groups[len(wave.groups)].packed
+        wave.groups.append(Group(items, prepared, numbers, tokens=int(packed.tokens.numel()), around=wave.run_piece))
         return [output for _, output in placeholders]
 
     def _execute_flat_plan(self, plan: Any) -> list[Any]:
@@ -274,7 +275,8 @@ class PipelinedForward:
         if wave is None:
             return run(plan)
         whole = CutPlan.of(plan)
-        placeholders = run(whole.cut(self._length_of_microbatches(whole)))
+        wave.plan = whole.cut(self._length_of_microbatches(whole))
+        placeholders = run(wave.plan)
         if self._memory.is_measured:
             wave.memory = self._memory_of(wave, plan)
         return placeholders
@@ -297,7 +299,7 @@ class PipelinedForward:
         return WaveMemory(
             self._memory,
             pieces=len(wave.groups) * len(self.runtime.model),
-            beside=self._room.boundary * wave.tokens + outputs,
+            beside=int(self._room.boundary * wave.tokens) + outputs,
             report=lambda peak: self._update_memory_profile(plan, peak),
         )
 

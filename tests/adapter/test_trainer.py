@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Any
 
+import attrs
 import pytest
 
 pytest.importorskip("megatron.core")
@@ -134,6 +135,29 @@ def classes(rank: int, stages: int) -> list[bool]:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_one_gets_the_hosts_own_class_on_one_stage_and_the_pipelined_one_on_several(stages: int) -> None:
     assert on_ranks(classes, stages, stages) == [[True, True]] * stages
+
+
+class Sharing(ReferenceTrainerRank):
+    """Its rank's share of any packed row is three tokens."""
+
+    def _prepare_packed_forward(self, packed: Any) -> Any:
+        prepared = super()._prepare_packed_forward(packed)
+        return attrs.evolve(prepared, tokens=prepared.tokens[:, :3])
+
+
+def lengths(rank: int) -> tuple[list[int], float]:
+    """Of the microbatches of a window that is planned, and their weight."""
+    own = attrs.evolve(host("reference"), trainer_class=Sharing)
+    play = Play(own, own.build(Cut(virtual=2)))
+    requests = [play.request(0, length=9), play.request(1, length=14, checkpoint="B")]
+    wave = play.trainer._planned(lambda: ReferenceTrainerRank.dp_rank_forward(play.trainer, requests))
+    play.trainer.close()
+    return [group.tokens for group in wave.groups], sum(group.microbatch.weight for group in wave.groups)
+
+
+def test_a_microbatch_is_as_long_as_its_packed_row_however_little_of_it_this_rank_has() -> None:
+    """What is decided by it, every context-parallel rank must decide alike, with shares of whatever length."""
+    assert on_ranks(lengths, 1) == [([9, 14], 23.0)]
 
 
 def unchanged(rank: int) -> list[bool]:
