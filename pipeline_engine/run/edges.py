@@ -26,9 +26,21 @@ def edge_of(output: Any) -> GradientEdge | None:
     return GradientEdge(node, output.output_nr, owner)
 
 
-def run_backward(roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
-    """Accumulate the gradients of all leaves behind ``roots``, if there are any."""
+def run_backward(
+    roots: Sequence[GradientEdge],
+    grads: Sequence[torch.Tensor],
+    *,
+    retain_graph: bool,
+    inputs: Sequence[torch.Tensor] = (),
+) -> None:
+    """Accumulate the gradients of ``inputs``, or else of all leaves behind ``roots``, if there are any."""
     if roots:
         _engine_run_backward(
-            tuple(roots), tuple(grads), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+            tuple(roots), tuple(grads), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
         )
+
+
+def ask_for(inputs: Sequence[GradientEdge], scalar: torch.Tensor) -> None:
+    """Run the backward of a scalar that leads to some of ``inputs`` at most; what it brings there is dropped."""
+    one = torch.ones((), device="cpu")
+    _engine_run_backward((scalar,), (one,), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False)

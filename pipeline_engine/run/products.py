@@ -16,6 +16,7 @@ from attrs import define, field
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeline_engine.errors import UsageError
+from pipeline_engine.run.edges import ask_for, run_backward
 
 Node = Any
 """A node of autograd's graph."""
@@ -117,7 +118,7 @@ class Product:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """While the first part runs: keep what arrives, and have a custom function leave the weights out."""
-        if not _later(self.node):
+        if not self.is_declared:
             handle = self.node.register_prehook(self._keep)
             try:
                 yield
@@ -132,15 +133,20 @@ class Product:
             self.node._keep = None
 
     def run(self, *, retain_graph: bool) -> None:
-        """Accumulate the weights' gradients; to be called from ``run_products``."""
+        """Accumulate the weights' gradients; see ``run_products``."""
         if all(grad is None for grad in self._arrived):
             return
-        made = self._made_later() if _later(self.node) else self.node(*self._arrived)
+        made = self._made_later() if self.is_declared else self.node(*self._arrived)
         self._arrived = ()
         pairs = [(self.edge(edge), grad) for edge in self.edges if (grad := made[edge]) is not None]
         if pairs:
             edges, grads = [edge for edge, _ in pairs], [_fitted(grad, edge) for edge, grad in pairs]
-            torch.autograd.backward(edges, grads, retain_graph=retain_graph, inputs=self.weights)
+            run_backward(edges, grads, retain_graph=retain_graph, inputs=self.weights)
+
+    @property
+    def is_declared(self) -> bool:
+        """Whether the node is of a custom function, see ``splits_backward``, and not of torch."""
+        return bool(_later(self.node))
 
     def edge(self, number: int) -> GradientEdge:
         """Where the gradient that the node makes for one of its arguments goes."""
@@ -169,10 +175,19 @@ class Product:
 
 
 def run_products(products: Sequence[Product], *, retain_graph: bool) -> None:
-    """Accumulate the gradients of all weights of ``products``, as one backward does.
+    """Accumulate the gradients of all weights of ``products``.
 
-    The nodes themselves are called: their hooks have fired in the first part.  A node makes what the backward asks for
-    within which it is called; so they are called from a hook of one that asks for nothing but the weights' edges.
+    The nodes themselves are called: their hooks have fired in the first part.
+    """
+    _run_each([product for product in products if product.is_declared], retain_graph=retain_graph)
+    if of_torch := [product for product in products if not product.is_declared]:
+        _run_within_backward(of_torch, retain_graph=retain_graph)
+
+
+def _run_within_backward(products: Sequence[Product], *, retain_graph: bool) -> None:
+    """A node of torch makes what the backward asks for within which it is called.
+
+    So they are called from a hook of one that asks for nothing but the weights' edges.
     """
     origin = torch.zeros((), requires_grad=True, device="cpu")
     with torch.enable_grad():
@@ -180,8 +195,7 @@ def run_products(products: Sequence[Product], *, retain_graph: bool) -> None:
     assert trigger.grad_fn is not None
     trigger.grad_fn.register_prehook(lambda _: _run_each(products, retain_graph=retain_graph))
     asked = [product.edge(edge) for product in products for edge in product.edges]
-    nothing = torch.zeros((), device="cpu")
-    torch.autograd.grad([trigger], [get_gradient_edge(origin), *asked], [nothing], allow_unused=True)
+    ask_for([get_gradient_edge(origin), *asked], trigger)
 
 
 def _run_each(products: Sequence[Product], *, retain_graph: bool) -> None:
@@ -214,4 +228,6 @@ def _saved_by(kind: type) -> tuple[str, ...]:
 def _fitted(grad: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
     """As autograd does between two nodes: summed to the shape and cast to the type of what it is the gradient of."""
     wanted = edge.node._input_metadata[edge.output_nr]
+    if grad.shape == wanted.shape and grad.dtype == wanted.dtype:
+        return grad
     return grad.sum_to_size(wanted.shape).to(wanted.dtype)

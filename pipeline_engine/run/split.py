@@ -99,7 +99,7 @@ def run_input_part(
     with ExitStack() as stack:
         for product in split.deferred:
             stack.enter_context(product.waiting())
-        torch.autograd.backward(roots, grads, retain_graph=True, inputs=[*anchors, *split.at_once])
+        run_backward(roots, grads, retain_graph=True, inputs=[*anchors, *split.at_once])
     return WeightPart(split)
 
 
