@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from torch.distributed import Store, Work  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store, Work  # type: ignore[attr-defined]
 
 from pipeline_engine.errors import TransportError
 from pipeline_engine.plan.values import Channel
@@ -67,12 +67,22 @@ class Links:
 
     @classmethod
     def build(
-        cls, store: Store, rank: int, num_ranks: int, channels: Sequence[Channel], lock: RLock, deadline: float
+        cls,
+        group: ProcessGroup,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        channels: Sequence[Channel],
+        lock: RLock,
+        deadline: float,
     ) -> Links:
-        """Connect this rank with all others.  Collective; ``store`` must be fresh on every rank."""
+        """Connect this rank with all others.  Collective; ``store`` must be fresh on every rank.
+
+        The connections are served by the thread that serves ``group``, a gloo group's.
+        """
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_default_device()]
+        options._devices = _devices_of(group)
         options._threads = 1
         options._timeout = timedelta(seconds=min(deadline, 1e6))
         return cls(rank, channels, gloo(store, rank, num_ranks, options), lock)
@@ -181,6 +191,13 @@ class Links:
         self.frozen = self.broken = True
         self._works.clear()
         self._gloo = None
+
+
+def _devices_of(group: ProcessGroup) -> list[Any]:
+    """Those of a gloo group: each has a thread, which wakes up a hundred times a second."""
+    gloo: Any = dist.ProcessGroupGloo
+    options: Any = getattr(group._get_backend(torch.device("cpu")), "options", None)  # not every torch tells them
+    return [gloo.create_default_device()] if options is None else list(options._devices)
 
 
 def pack_tally(tally: Tally) -> bytes:

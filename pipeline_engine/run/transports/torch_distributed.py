@@ -60,7 +60,7 @@ class TorchTransport(Transport):
     def __init__(self, process_group: ProcessGroup | None = None, *, timeout: float = 60.0, grace: float = 0.3) -> None:
         group = _checked(process_group)
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._store = _own_store(group)
+        self._group, self._store = group, _own_store(group)
         self._lock = RLock()
         self._links = Links(self.rank, (), None, self._lock)
         self._generation = self._exchanges = 0
@@ -90,7 +90,7 @@ class TorchTransport(Transport):
                 store = PrefixStore(f"direct/{self._generation}", self._store)
                 self._direct = Direct(connect_wires(store, self.rank, self.num_ranks, within))
                 store = PrefixStore(f"links/{self._generation}", self._store)
-                self._links = Links.build(store, self.rank, self.num_ranks, channels, self._lock, within)
+                self._links = Links.build(self._group, store, self.rank, self.num_ranks, channels, self._lock, within)
         except RuntimeError as error:
             self._watchdog.wait_until(lambda: self.failure() is not None, _SECONDS_TO_HEAR_WHY)
             self._raise_failure(error)
