@@ -7,6 +7,7 @@ windows they would wait for one another and the pipeline would run empty; so sev
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,8 @@ class Wave:
         groups: those that are to run.
         check: what it estimates: ``estimated_required_bytes`` and ``available_bytes``, the same on all ranks.
         memory: takes note of what its groups take here, once all of them are known.
+        before: bytes that waves before it keep here while it is planned, and will have given back when it runs.
+        room: bytes for it and for all that is kept beside it, the same on all ranks.
         shortage: the trainer's own memory error.
     """
 
@@ -40,6 +43,8 @@ class Wave:
     groups: list[Group] = attrs.field(factory=list)
     check: Any = None
     memory: WaveMemory | None = None
+    before: int = 0
+    room: float = 0.0
     shortage: type[Exception] = MemoryError
 
     @property
@@ -89,15 +94,20 @@ class Horizon:
 
 @attrs.frozen
 class Room:
-    """What a wave occupies on a rank.
+    """What a wave occupies on a rank, and what there is.
+
+    A trainer may estimate for the whole model, against memory that is always the same; or for this rank, from what it
+    has measured, against what is left at the moment.
 
     Attributes:
-        share: of the estimate, that of the largest stage: 1 if the trainer measures on each rank.
-        boundary: bytes per token of a packed row that cross into and out of a stage, gradients included.
+        share: of the estimate, that of the largest stage: 1 if the estimate is for this rank.
+        boundary: bytes per token of a packed row that the estimate leaves out: what crosses into and out of a stage.
+        is_what_is_left: whether what the trainer calls available leaves out what waits for a backward.
     """
 
     share: float
     boundary: float
+    is_what_is_left: bool
 
     def needed_by(self, wave: Wave) -> float:
         """Bytes on the fullest rank."""
@@ -108,7 +118,7 @@ class Line:
     """The waves of one loop, from their planning to the caller's hands.
 
     Args:
-        begin: begins the call that runs them, when there is something to run.
+        begin: begins the call that runs them, and so ends the one before: what had run ahead in it is freed.
         room: what they occupy.
 
     Attributes:
@@ -118,9 +128,8 @@ class Line:
     fewest = 1
 
     def __init__(self, begin: Callable[[], pe.Waves], room: Room) -> None:
-        self._begin = begin
+        self._call = begin()
         self._room = room
-        self._call: pe.Waves | None = None
         self._planned: deque[Wave] = deque()  # not taken yet; the first ones may run
         self._taken: list[float] = []  # bytes that each wave keeps until its backward
 
@@ -128,30 +137,48 @@ class Line:
         return len(self._planned)
 
     def add(self, wave: Wave) -> None:
-        """A wave was planned."""
+        """A wave was planned, beside what the caller holds now."""
+        wave.room = wave.check.available_bytes + (self._held if self._room.is_what_is_left else 0.0)
         self._planned.append(wave)
+
+    @property
+    def ahead_here(self) -> int:
+        """Bytes that waves which have run ahead keep on this rank, where that is measured."""
+        return sum(wave.memory.kept for wave in self._planned if wave.memory is not None)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the caller has come to hold memory for which the next wave was planned.
+
+        Then it is to be planned again, as a trainer on one stage would only plan it now.
+        """
+        if not self._room.is_what_is_left or not self._planned:
+            return False
+        wave = self._planned[0]
+        return self._held + self._room.needed_by(wave) > wave.room
 
     def take(self) -> tuple[Wave, Iterator[Any]]:
         """The next wave, and its groups' outputs."""
         self._let_run()
-        assert self._call is not None
         wave = self._planned.popleft()
         self._taken.append(self._room.needed_by(wave) if wave.differentiates else 0.0)
         return wave, iter(self._call.take())
 
     def end(self) -> None:
         """The caller takes no more."""
-        if self._call is not None:
-            self._call.end()
+        self._call.end()
+
+    @property
+    def _held(self) -> float:
+        """Bytes of what was taken and waits for its backward."""
+        return math.fsum(self._taken[number] for number in self._call.open)
 
     def _let_run(self) -> None:
         """The next wave in any case; those behind it as far as they fit beside all that is kept."""
-        if self._call is None:
-            self._call = self._begin()
-        kept = sum(self._taken[number] for number in self._call.open)
+        kept = self._held
         for place, wave in enumerate(self._planned):
             kept += self._room.needed_by(wave)
-            if place and kept > wave.check.available_bytes:
+            if place and kept > wave.room:
                 return
             if place >= self._call.waiting:
                 self._call.add([group.microbatch for group in wave.groups])

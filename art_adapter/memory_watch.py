@@ -42,15 +42,18 @@ class WaveMemory:
     Args:
         memory: of the device.
         pieces: how many there are.
-        beside: bytes that the wave takes here and its pieces do not allocate: its messages.
+        beside: bytes that the wave takes here and its pieces do not allocate: outputs of another stage.
         report: called with the wave's peak in bytes once every piece has run.
+
+    Attributes:
+        kept: bytes that those of its pieces which have run keep for their backward.
     """
 
     memory: Any
     pieces: int
     beside: int
     report: Callable[[int], object]
-    _kept: int = attrs.field(init=False, default=0)
+    kept: int = attrs.field(init=False, default=0)
     _peak: int = attrs.field(init=False, default=0)
 
     def measure(self, run: Callable[[], T]) -> T:
@@ -59,8 +62,8 @@ class WaveMemory:
             return run()
         before = self.memory.allocated()
         result = run()
-        self._peak = max(self._peak, self._kept + self.memory.peak() - before)
-        self._kept += self.memory.allocated() - before
+        self._peak = max(self._peak, self.kept + self.memory.peak() - before)
+        self.kept += self.memory.allocated() - before
         self.pieces -= 1
         if not self.pieces:
             self.report(self._peak + self.beside)

@@ -11,6 +11,7 @@ rest is planned again, so that the result is that of a trainer that runs one win
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import cache, partial
@@ -107,6 +108,7 @@ class PipelinedForward:
         )
         self._microbatch_tokens = microbatch_tokens
         self._horizon = Horizon()
+        self._boundary = _boundary_bytes(runtime)
         self._room = self._room_of(runtime)
         self._memory = DeviceMemory(self.device)
 
@@ -155,7 +157,7 @@ class PipelinedForward:
                     handed = [shifted(window, start)]
                     del window  # what waits for a backward is what the caller holds
                     yield handed.pop()
-                    if before != (self._changes, selection(self)):
+                    if before != (self._changes, selection(self)) or self._is_crowded:
                         start += stop
                         break
                 else:
@@ -165,8 +167,8 @@ class PipelinedForward:
         """Hand out window after window with its outputs as they come through the pipeline."""
         planning = super().forward_micro_batches(items, **options)  # type: ignore[misc]
         self._is_under_way = False
-        self._agree_on_horizon()
         line, used, is_planning = self._new_line(), 0, True
+        self._agree_on_horizon()
         try:
             while True:
                 if is_planning and len(line) < line.fewest:
@@ -184,7 +186,6 @@ class PipelinedForward:
 
     def _agree_on_horizon(self) -> None:
         """A rank whose caller failed has left its loop early, and others have not: the smallest holds."""
-        self._meet()
         group = parallel_state.get_pipeline_model_parallel_group()
         self._horizon.size = -largest([-self._horizon.size], device=self.device, group=group)[0]
 
@@ -198,7 +199,7 @@ class PipelinedForward:
         waves: list[Wave] = []
         learns = False
         while len(waves) < self._horizon.size and not learns:
-            wave = self._planned(lambda: next(planning, None))
+            wave = self._planned(lambda: next(planning, None), before=line.ahead_here)
             if wave.result is None:
                 break
             wave.check = wave.result.stats
@@ -226,20 +227,22 @@ class PipelinedForward:
         assert self.stages is not None
         self.stages.pipeline.meet()
 
+    @property
+    def _is_crowded(self) -> bool:
+        return self._line is not None and self._line.is_crowded
+
     def _room_of(self, runtime: Any) -> Room:
-        """A trainer that measures does so on this rank; what is estimated is meant for the whole model."""
+        """A trainer that measures does so on this rank, boundaries included; else it estimates for the whole model."""
+        if measures_memory(self):
+            return Room(share=1.0, boundary=0.0, is_what_is_left=True)
         layers = sum(len(language_model(chunk).decoder.layers) for chunk in runtime.model)
         group = parallel_state.get_pipeline_model_parallel_group()
         (most,) = largest([layers], device=self.device, group=group)
-        size = next(runtime.model[0].parameters()).element_size()
-        return Room(
-            share=1.0 if measures_memory(self) else most / runtime.provider.num_layers,
-            boundary=4 * int(runtime.provider.hidden_size) * size / parallel_state.get_context_parallel_world_size(),
-        )
+        return Room(share=most / runtime.provider.num_layers, boundary=self._boundary, is_what_is_left=False)
 
-    def _planned(self, plan: Callable[[], Any]) -> Wave:
+    def _planned(self, plan: Callable[[], Any], *, before: int = 0) -> Wave:
         """Run a forward of the trainer's own class up to its seam; its result holds placeholders."""
-        self._deferred = wave = Wave(shortage=self._records.memory_error)
+        self._deferred = wave = Wave(before=before, shortage=self._records.memory_error)
         try:
             wave.result = plan()
         finally:
@@ -299,7 +302,7 @@ class PipelinedForward:
         return WaveMemory(
             self._memory,
             pieces=len(wave.groups) * len(self.runtime.model),
-            beside=int(self._room.boundary * wave.tokens) + outputs,
+            beside=outputs,
             report=lambda peak: self._update_memory_profile(plan, peak),
         )
 
@@ -319,6 +322,17 @@ class PipelinedForward:
     def _update_memory_profile(self, *arguments: Any, **options: Any) -> None:
         if self._deferred is None:  # else what was measured is a forward that has not run
             super()._update_memory_profile(*arguments, **options)  # type: ignore[misc]
+
+    def _estimate_required_memory_bytes_from_values(self, *, packed_tokens: int, **options: Any) -> int:
+        """A trainer measures its own forwards, not what comes in and goes out at the ends of a stage."""
+        estimate = super()._estimate_required_memory_bytes_from_values  # type: ignore[misc]
+        own = int(estimate(packed_tokens=packed_tokens, **options))
+        return own if self.stages is None else own + math.ceil(self._boundary * packed_tokens)
+
+    def _available_memory_bytes(self) -> int:
+        """What has run ahead is in the memory, but not in the way of a window that runs after it."""
+        own = int(super()._available_memory_bytes())  # type: ignore[misc]
+        return own if self._deferred is None else own + self._deferred.before
 
     def _hidden_of(self, chunk: Any, group: Group) -> torch.Tensor:
         with first_is(chunk, self.runtime.model):
@@ -371,6 +385,13 @@ class PipelinedForward:
         if self.stages is None:
             return super()._forward_memory_group()  # type: ignore[misc]
         return self._forward_group
+
+
+def _boundary_bytes(runtime: Any) -> float:
+    """Per token of a packed row what crosses into and out of a stage, gradients included, on each of its ranks."""
+    size = next(runtime.model[0].parameters()).element_size()
+    hidden: int = 4 * int(runtime.provider.hidden_size) * size
+    return hidden / int(parallel_state.get_context_parallel_world_size())
 
 
 @cache

@@ -53,10 +53,17 @@ class Group:
 
 
 def line_of(
-    count: int, *, required: int, available: int, share: float = 1.0, boundary: int = 0, **group: Any
+    count: int,
+    *,
+    required: int,
+    available: int,
+    share: float = 1.0,
+    boundary: int = 0,
+    left: bool = False,
+    **group: Any,
 ) -> tuple[Line, Call]:
     call = Call()
-    line = Line(lambda: call, Room(share, boundary))  # type: ignore[arg-type, return-value]
+    line = Line(lambda: call, Room(share, boundary, left))  # type: ignore[arg-type, return-value]
     for _ in range(count):
         line.add(Wave(result="window", groups=[Group(**group)], check=Check(required, available)))  # type: ignore[list-item]
     return line, call
@@ -90,6 +97,33 @@ def test_a_stage_holds_its_share_of_an_estimate_for_the_whole_model_and_what_cro
     line, call = line_of(9, required=10, available=10, share=0.25, boundary=1, tokens=1)
     line.take()
     assert call.added == 2
+
+
+def planned(required: int, available: int) -> Wave:
+    return Wave(result="window", groups=[Group()], check=Check(required, available))  # type: ignore[list-item]
+
+
+def test_a_window_is_planned_again_once_the_caller_holds_the_memory_that_it_was_planned_for() -> None:
+    line, call = line_of(3, required=10, available=25, left=True)
+    line.take()
+    assert not line.is_crowded  # 10 are held, and 10 fit into 25 beside them
+    line.take()
+    assert line.is_crowded
+    call.open.clear()
+    assert not line.is_crowded
+    by_budget, _ = line_of(3, required=10, available=15)
+    by_budget.take()
+    assert not by_budget.is_crowded  # a trainer whose budget is for each window alone
+
+
+def test_a_window_that_was_planned_for_what_is_left_beside_others_runs_beside_them() -> None:
+    line, call = line_of(1, required=10, available=25, left=True)
+    line.take()
+    for _ in range(2):
+        line.add(planned(required=7, available=15))  # what is held is out of it already
+    assert not line.is_crowded
+    line.take()
+    assert call.added == 3
 
 
 def test_what_waits_for_no_backward_keeps_no_memory() -> None:
