@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 import pipeline_engine as pe
 from art_adapter.progress import with_bar
@@ -38,75 +39,99 @@ from pipeline_engine.launch import run_ranks
 PLAIN = "1f1b"
 SCHEDULES = (PLAIN, "zb-h1", "zb-v")
 
-Key = tuple[float, str, str]  # seconds of an action, schedule, driver
+Key = tuple[str, str]  # schedule, driver
 
 
 @frozen
 class Settings:
     """What is measured; ``seconds`` are those of each third of a rank's work, spread evenly over its stages."""
 
+    schedules: tuple[str, ...]
     ranks: tuple[int, ...]
-    microbatches: int
-    seconds: tuple[float, ...]
+    seconds: float
     repeats: int
+    microbatches: int = 15
 
     def planned(self, schedule: str, ranks: int) -> pe.Schedule:
         """The schedule that is run."""
         return pe.build(schedule, graph_for(schedule, ranks), num_microbatches=self.microbatches)
 
-    def nominal(self, schedule: str, ranks: int, seconds: float) -> float:
+    def each(self, schedule: str) -> float:
+        """Seconds of an action."""
+        return self.seconds / len(graph_for(schedule, 1).stages_of(0))
+
+    def nominal(self, schedule: str, ranks: int) -> float:
         """Makespan if every action took what it should take, and nothing else took time."""
-        planned = self.planned(schedule, ranks)
-        each = seconds / len(planned.graph.stages_of(0))
+        planned, each = self.planned(schedule, ranks), self.each(schedule)
         return pe.simulate(planned, pe.Costs(forward=each, backward_input=each, backward_weight=each)).makespan
+
+
+# Two stages a rank halve the actions of zb-v: to have them take 20 and 50 ms, a rank's third takes 40 and 100.
+FULL = (
+    Settings(SCHEDULES, ranks=(2, 4, 8), seconds=0.02, repeats=7),
+    Settings((PLAIN, "zb-v"), ranks=(2, 4, 8), seconds=0.04, repeats=7),
+    Settings((PLAIN, "zb-h1"), ranks=(4, 8), seconds=0.05, repeats=5),
+    Settings((PLAIN, "zb-v"), ranks=(4,), seconds=0.1, repeats=5),
+)
+QUICK = (Settings(SCHEDULES, ranks=(2, 4), seconds=0.02, repeats=3),)
 
 
 @frozen
 class Row:
-    """One driver of one schedule; ``nominal`` in seconds."""
+    """One driver of one schedule; ``nominal`` and ``each``, what an action takes, in seconds."""
 
-    seconds: float
     schedule: str
     driver: str
     ranks: int
+    each: float
     nominal: float
     makespans: Makespans
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.zero_bubble", description=__doc__.splitlines()[0])
-    made.add_argument("--quick", action="store_true", help="2 and 4 ranks, 20 ms, 3 repeats: within 90 seconds")
-    made.add_argument("--ranks", nargs="+", type=int, default=(2, 4, 8), metavar="P")
-    made.add_argument("--microbatches", type=int, default=15, metavar="M")
-    made.add_argument(
-        "--milliseconds", nargs="+", type=float, default=(20.0, 50.0), metavar="MS", help="of F, I, W each"
-    )
-    made.add_argument("--repeats", type=int, default=7, metavar="N")
-    made.add_argument("--json", type=Path, metavar="FILE", help="write every makespan as data")
-    options = made.parse_args()
-    if options.quick:
-        options.ranks, options.milliseconds, options.repeats = (2, 4), (20.0,), 3
-    seconds = tuple(each / 1e3 for each in options.milliseconds)
-    settings = Settings(tuple(options.ranks), options.microbatches, seconds, options.repeats)
+    options = vars(parser().parse_args())
+    file, planned = options.pop("json"), QUICK if options.pop("quick") else FULL
+    if milliseconds := options.pop("milliseconds"):
+        options["seconds"] = milliseconds / 1e3
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
+    }
+    plan = [evolve(planned[0], **given)] if given else planned
     record = Record()
-    rows = [row for ranks in with_bar(settings.ranks, "numbers of ranks") for row in measure(ranks, settings)]
-    print("\n".join(table(rows, each) for each in settings.seconds))
-    record.end(options.json, settings=asdict(settings), rows=[asdict(row) for row in rows])
+    cases = [(settings, ranks) for settings in plan for ranks in settings.ranks]
+    measured = {case: measure(*case) for case in with_bar(cases, "pipelines")}
+    found = [(each, [row for ranks in each.ranks for row in measured[each, ranks]]) for each in plan]
+    print("\n".join(table(rows, settings) for settings, rows in found))
+    record.end(file, runs=[{"settings": asdict(settings), "rows": list(map(asdict, rows))} for settings, rows in found])
 
 
-def measure(ranks: int, settings: Settings) -> list[Row]:
-    steps = settings.repeats * 2 * len(SCHEDULES)
-    longest = 3 * sum(settings.seconds) * (settings.microbatches + ranks)
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.zero_bubble",
+        description=f"{__doc__.splitlines()[0]} Any option but --quick and --json replaces the plan by one run.",
+    )
+    made.add_argument("--quick", action="store_true", help="2 and 4 ranks, 20 ms, 3 repeats: within 90 seconds")
+    made.add_argument("--schedules", nargs="+", choices=SCHEDULES, metavar="SCHEDULE", help=f"{PLAIN} among them")
+    made.add_argument("--ranks", nargs="+", type=int, metavar="P")
+    made.add_argument("--microbatches", type=int, metavar="M")
+    made.add_argument("--milliseconds", type=float, metavar="MS", help="of a rank's F, I and W each")
+    made.add_argument("--repeats", type=int, metavar="N")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write every makespan as data")
+    return made
+
+
+def measure(settings: Settings, ranks: int) -> list[Row]:
+    steps = settings.repeats * 2 * len(settings.schedules)
+    longest = 3 * settings.seconds * (settings.microbatches + ranks)
     limit = SECONDS_TO_START + 2 * steps * longest
     by_rank: list[dict[Key, list[Repeat]]] = run_ranks(repeats_on_rank, ranks, ranks, settings, timeout=limit)
     return [row_of(key, ranks, settings, [repeats[key] for repeats in by_rank]) for key in by_rank[0]]
 
 
 def row_of(key: Key, ranks: int, settings: Settings, by_rank: list[list[Repeat]]) -> Row:
-    seconds, schedule, _ = key
-    planned = settings.planned(schedule, ranks)
+    planned, schedule = settings.planned(key[0], ranks), key[0]
     makespans = Makespans.of(by_rank, lambda step: bound_of_step(planned, step))
-    return Row(*key, ranks, settings.nominal(schedule, ranks, seconds), makespans)
+    return Row(*key, ranks, settings.each(schedule), settings.nominal(schedule, ranks), makespans)
 
 
 def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list[Repeat]]:
@@ -115,37 +140,36 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
     stages: dict[str, dict[int, Sleeping]] = {}
     steps = {}
     with ExitStack() as stack:
-        for schedule in SCHEDULES:
+        for schedule in settings.schedules:
             graph = graph_for(schedule, ranks)
             own = stages[schedule] = {stage: Sleeping(WIDTH) for stage in graph.stages_of(rank)}
             pipeline = pe.Pipeline(own, graph=graph, schedule=schedule, transport=pe.TorchTransport(), deadline=60.0)
             for driver, step in engine_steps(stack.enter_context(pipeline), inputs).items():
                 warm_up(step, own, ROWS * len(inputs))
                 steps[schedule, driver] = step
-        found: dict[Key, list[Repeat]] = {}
-        for seconds in settings.seconds:
-            for own in stages.values():
-                for stage in own.values():
-                    stage.naps = Naps(seconds / len(own), seconds / len(own), seconds / len(own))
-            for _ in range(settings.repeats):
-                for (schedule, driver), step in steps.items():
-                    found.setdefault((seconds, schedule, driver), []).append(timed(step, stages[schedule]))
+            each = settings.each(schedule)
+            for stage in own.values():
+                stage.naps = Naps(each, each, each)
+        found: dict[Key, list[Repeat]] = {key: [] for key in steps}
+        for _ in range(settings.repeats):
+            for key, step in steps.items():
+                found[key].append(timed(step, stages[key[0]]))
     return found
 
 
-def table(rows: list[Row], seconds: float) -> str:
+def table(rows: list[Row], settings: Settings) -> str:
     """A line for each schedule and driver; what is gained is measured against ``1f1b`` under the same driver."""
-    rows = [row for row in rows if row.seconds == seconds]
     plain = {(row.ranks, row.driver): row for row in rows if row.schedule == PLAIN}
     lines = []
     for row in rows:
         beside, makespans = plain[row.ranks, row.driver], row.makespans
         over_nominal = spread([each / row.nominal for each in makespans.measured])
         promised, gained = row.nominal / beside.nominal, ratios(makespans.measured, beside.makespans.measured)
-        place = (str(row.ranks), row.schedule, row.driver, f"{row.nominal:.3f} s")
+        place = (str(row.ranks), row.schedule, row.driver, f"{row.each * 1e3:g} ms", f"{row.nominal:.3f} s")
         lines.append((*place, over_nominal, f"{makespans.share:.2f} %", f"{promised:.3f}", gained))
-    heads = ["ranks", "schedule", "driver", "nominal", "over nominal", "engine", "promised over 1f1b", "over 1f1b"]
-    return f"{seconds * 1e3:g} ms each:\n\n{markdown(heads, lines)}\n"
+    heads = ["ranks", "schedule", "driver", "action", "nominal", "over nominal", "engine"]
+    heads += ["promised over 1f1b", "over 1f1b"]
+    return f"A rank's F, I and W take {settings.seconds * 1e3:g} ms each:\n\n{markdown(heads, lines)}\n"
 
 
 if __name__ == "__main__":
