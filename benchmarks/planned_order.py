@@ -20,8 +20,9 @@ from attrs import asdict, evolve, frozen
 
 import pipeline_engine as pe
 from art_adapter.progress import say, with_bar
-from pipeline_engine.plan.order import Order, frugal_starts, in_order, smallest_at_both_ends, starts, weighted
+from pipeline_engine.plan.order import in_order, weighted
 from pipeline_engine.plan.outline import Outline
+from pipeline_engine.plan.starts import Order, frugal_starts, smallest_at_both_ends, starts
 
 LATENCY = 0.1  # of a forward of mean weight
 RANDOM, LOCAL = 1000, 1000

@@ -40,8 +40,9 @@ from benchmarks.steps import (
 from benchmarks.tables import markdown, ratios
 from benchmarks.torch_peer import torch_step
 from pipeline_engine.launch import run_ranks
-from pipeline_engine.plan.order import in_order, smallest_at_both_ends
+from pipeline_engine.plan.order import in_order
 from pipeline_engine.plan.outline import Outline
+from pipeline_engine.plan.starts import smallest_at_both_ends
 from pipeline_engine.run.ordering import Ordering
 
 ROWS = 64  # of a microbatch of mean length

@@ -15,11 +15,12 @@ from attrs import evolve, frozen
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.limit import refitted
-from pipeline_engine.plan.order import Order, best_start, in_order, search, weights_of
+from pipeline_engine.plan.order import best_start, in_order, search, weights_of
 from pipeline_engine.plan.outline import Outline, PerStage, of_stage
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.schedules import SCHEDULES, build
 from pipeline_engine.plan.simulate import Costs, Timeline, peak_in_flight, simulate
+from pipeline_engine.plan.starts import Order
 
 _SEARCHED = 5
 _SIMULATED = 3

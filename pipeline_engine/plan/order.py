@@ -1,33 +1,33 @@
 """Order: which microbatch comes when, so that uneven work leaves little idle time and fits the memory.
 
-While a pipeline fills, every rank waits for the first microbatches to come through, and while it drains for the last
-ones: small ones belong at both ends.  Where memory is short, a few small ones must part the biggest.  From the
-best of a few such orders a short search swaps and moves microbatches as long as it helps.  It draws from a generator
-of its own: given the same weights, every rank finds the same order.
+From the best of each kind of simple order a short search swaps and moves microbatches as long as it helps.  It draws
+from a generator of its own: given the same weights, every rank finds the same order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
-from attrs import evolve
+from attrs import define, evolve, field
 
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.outline import Outline, PerStage
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Costs
-
-Order = tuple[int, ...]
-"""For each place in a schedule the microbatch that stands there."""
+from pipeline_engine.plan.starts import Order, fitted_starts, frugal_starts, rising, starts, valley_starts
 
 Judged = tuple[float, float]
 """Bytes over the budget, and seconds of the makespan by outline."""
 
+Found = tuple[Judged, Order]
+
 _TRIALS = 14
-"""Orders that are tried for each microbatch of a schedule with one stage a rank and whole backwards, the simple ones
-among them; fewer if there is more to look at.  Sixteen microbatches on four ranks take 5 ms in all."""
+"""Orders that are judged for each microbatch of a schedule with one stage a rank and whole backwards; fewer if there is
+more to look at.  Sixteen microbatches on four ranks take 5 ms in all."""
+
+_FIRST = 0.25
+"""What of the trials is spent on each kind of simple order, if there are two, before the better one gets the rest."""
 
 
 def plan_order(
@@ -81,39 +81,33 @@ def in_order(costs: Costs, order: Sequence[int]) -> Costs:
     return weighted(costs, [costs.weights[m] for m in order]) if costs.weights else costs
 
 
-def best_start(outline: Outline, weights: Sequence[float], memory_budget: float) -> tuple[Judged, Order]:
+def best_start(outline: Outline, weights: Sequence[float], memory_budget: float) -> Found:
     """The best of the simple orders."""
-    simple = _simple(weights, memory_budget)
-    best, order = (math.inf, math.inf), simple[0]
-    for candidate in simple:
-        placed = [weights[m] for m in candidate]
-        excess = _excess(outline, placed, memory_budget)
-        if excess <= best[0] and (judged := (excess, outline.makespan(placed))) < best:
-            best, order = judged, candidate
-    return best, order
+    searching = _Search(outline, weights, memory_budget)
+    return min(map(searching.best_of, _kinds(outline, weights, memory_budget)))
 
 
-def search(outline: Outline, weights: Sequence[float], memory_budget: float, effort: int = 1) -> tuple[Judged, Order]:
-    """Improve the best simple order step by step."""
-    best, order = best_start(outline, weights, memory_budget)
-    if len(set(weights)) < 2:
-        return best, order
-    ends, draws = outline.ends([weights[m] for m in order]), _draws()
-    for _ in range(effort * _num_trials(outline) - len(_simple(weights, memory_budget))):
-        candidate, place = _changed(order, draws)
-        placed = [weights[m] for m in candidate]
-        excess = _excess(outline, placed, memory_budget)
-        if excess <= best[0]:
-            tried = outline.ends(placed, ends, place)
-            judged = (excess, outline.last_of(tried))
-            if judged <= best:
-                best, order, ends = judged, candidate, tried
-    return best, order
+def search(outline: Outline, weights: Sequence[float], memory_budget: float, effort: int = 1) -> Found:
+    """Improve the best simple orders step by step."""
+    searching = _Search(outline, weights, memory_budget)
+    found = [searching.best_of(kind) for kind in _kinds(outline, weights, memory_budget)]
+    if len(set(weights)) > 1:
+        halves = 2 * effort * _num_trials(outline) - searching.halves
+        if len(found) > 1:
+            found = [searching.improved(start, int(_FIRST * halves)) for start in found]
+            halves -= len(found) * int(_FIRST * halves)
+        found = [searching.improved(min(found), halves)]
+    return min(found)
 
 
-def _simple(weights: Sequence[float], memory_budget: float) -> list[Order]:
-    simple = [*starts(weights), *(frugal_starts(weights) if memory_budget < math.inf else ())]
-    return list(dict.fromkeys(simple))
+def _kinds(outline: Outline, weights: Sequence[float], memory_budget: float) -> list[list[Order]]:
+    """Simple orders; those of one kind resemble each other."""
+    simple = [*starts(weights)]
+    if memory_budget == math.inf:
+        return [simple]
+    allowed = memory_budget / outline.whole_bytes if outline.whole_bytes else math.inf
+    simple += [*frugal_starts(weights), *fitted_starts(weights, outline.window, allowed)]
+    return [kind for kind in (simple, [*valley_starts(weights)]) if kind]
 
 
 def _num_trials(outline: Outline) -> int:
@@ -123,70 +117,91 @@ def _num_trials(outline: Outline) -> int:
     return _TRIALS * schedule.num_microbatches * plain // outline.num_rows
 
 
-def starts(weights: Sequence[float]) -> Iterator[Order]:
-    """Simple orders: as they come, smallest at both ends, sorted, and sorted behind the smallest."""
-    yield tuple(range(len(weights)))
-    rising = _rising(weights)
-    yield smallest_at_both_ends(weights)
-    yield (*rising[1::2], *reversed(rising[0::2]))
-    yield tuple(rising)
-    yield tuple(reversed(rising))
-    for head in (2, 4):
-        yield (*rising[:head], *reversed(rising[head:]))
+@define(eq=False)
+class _Search:
+    """Judges orders and changes them.
 
-
-def frugal_starts(weights: Sequence[float]) -> Iterator[Order]:
-    """Smallest at both ends, but for a few small ones that stand between the biggest, one by one or in pairs.
-
-    The more they are, and the smaller, the less memory is held at once and the more idle time is left.
+    Attributes:
+        halves: half trials that were spent: one on the bytes of each order, and one on the makespan of those that fit.
     """
-    rising = _rising(weights)
-    count = len(rising)
-    for smallest in range(0, count // 2, max(count // 8, 1)):
-        for number in range(1, count // 2 + 1, max(count // 16, 1)):
-            few, others = rising[smallest : smallest + number], rising[:smallest] + rising[smallest + number :]
-            yield _parted(_peaked(others), _peaked(few[::-1]), run=2 - number % 2)
 
+    outline: Outline
+    weights: Sequence[float]
+    memory_budget: float
+    halves: int = 0
+    _rising: Sequence[int] = field(init=False)
+    _draws: Iterator[int] = field(init=False, factory=lambda: _draws())
 
-def _rising(weights: Sequence[float]) -> list[int]:
-    return sorted(range(len(weights)), key=weights.__getitem__)
+    def __attrs_post_init__(self) -> None:
+        self._rising = rising(self.weights)
 
+    def best_of(self, orders: Sequence[Order]) -> Found:
+        """The order with the least excess, and of those the quickest."""
+        best, order = (math.inf, math.inf), orders[0]
+        for candidate in orders:
+            placed = self._placed(candidate)
+            excess = self._excess(placed)
+            if excess <= best[0]:
+                judged = (excess, self.outline.last_of(self._ends(placed)))
+                if judged < best:
+                    best, order = judged, candidate
+        return best, order
 
-def _peaked(rising: Sequence[int]) -> list[int]:
-    return [*rising[0::2], *reversed(rising[1::2])]
+    def improved(self, found: Found, halves: int) -> Found:
+        """Change one thing after the other, until so many half trials are spent."""
+        best, order = found
+        ends = self._ends(self._placed(order))
+        end = self.halves + halves
+        while self.halves < end:
+            candidate, place = self._changed(order)
+            placed = self._placed(candidate)
+            excess = self._excess(placed)
+            if excess <= best[0]:
+                tried = self._ends(placed, ends, place)
+                judged = (excess, self.outline.last_of(tried))
+                if judged <= best:
+                    best, order, ends = judged, candidate, tried
+        return best, order
 
+    def _placed(self, order: Order) -> list[float]:
+        return [self.weights[m] for m in order]
 
-def _parted(hill: Sequence[int], few: Sequence[int], run: int) -> Order:
-    """The few stand between those at the top of the hill: ``run`` of these, ``run`` of those."""
-    between = (len(few) - 1) // run * run
-    top = (len(hill) + 1 - between) // 2
-    parts = [part for at in range(0, len(few), run) for part in (few[at : at + run], hill[top + at : top + at + run])]
-    return (*hill[:top], *chain.from_iterable(parts), *hill[top + len(few) :])
+    def _excess(self, placed: Sequence[float]) -> float:
+        self.halves += 1
+        return max(self.outline.peak(placed) - self.memory_budget, 0.0) if self.memory_budget < math.inf else 0.0
 
+    def _ends(self, placed: Sequence[float], tried: Sequence[float] = (0.0,), place: int = 0) -> list[float]:
+        self.halves += 1
+        return self.outline.ends(placed, tried, place)
 
-def smallest_at_both_ends(weights: Sequence[float]) -> Order:
-    """The smallest first, the next smallest last, and so on towards the middle."""
-    return tuple(_peaked(_rising(weights)))
+    def _changed(self, order: Order) -> tuple[Order, int]:
+        """One change, near or anywhere, and the first place that it touches.
 
+        Near: two of about the same size swapped, or one moved by up to three places.  Anywhere: two swapped, or up to
+        four that follow each other moved.
+        """
+        changed, draws, last = list(order), self._draws, len(order) - 1
+        kind = next(draws) % 6
+        if kind < 3:
+            here, there = self._alike(order) if kind < 2 else (next(draws) % len(order), next(draws) % len(order))
+            changed[here], changed[there] = changed[there], changed[here]
+        elif kind == 3:
+            here = next(draws) % len(order)
+            there = min(max(here + next(draws) % 7 - 3, 0), last)
+            changed.insert(there, changed.pop(here))
+        else:
+            length = min(1 + next(draws) % 4, last) if kind == 4 else 1
+            here, there = next(draws) % (len(order) - length + 1), next(draws) % (len(order) - length + 1)
+            moved = changed[here : here + length]
+            del changed[here : here + length]
+            changed[there:there] = moved if next(draws) % 2 else reversed(moved)
+        return tuple(changed), min(here, there)
 
-def _excess(outline: Outline, placed: Sequence[float], memory_budget: float) -> float:
-    return max(outline.peak(placed) - memory_budget, 0.0) if memory_budget < math.inf else 0.0
-
-
-def _changed(order: Order, draws: Iterator[int]) -> tuple[Order, int]:
-    """Swap two microbatches, or move up to four that follow each other; and the first place that changes."""
-    changed = list(order)
-    kind = next(draws) % 3
-    if kind == 0:
-        here, there = next(draws) % len(order), next(draws) % len(order)
-        changed[here], changed[there] = changed[there], changed[here]
-    else:
-        length = 1 if kind == 1 else min(1 + next(draws) % 4, len(order))
-        here, there = next(draws) % (len(order) - length + 1), next(draws) % (len(order) - length + 1)
-        moved = changed[here : here + length]
-        del changed[here : here + length]
-        changed[there:there] = moved if next(draws) % 2 else reversed(moved)
-    return tuple(changed), min(here, there)
+    def _alike(self, order: Order) -> tuple[int, int]:
+        """Where two stand that are of about the same size."""
+        smaller = next(self._draws) % (len(order) - 1)
+        larger = min(smaller + 1 + next(self._draws) % 3, len(order) - 1)
+        return order.index(self._rising[smaller]), order.index(self._rising[larger])
 
 
 def _draws() -> Iterator[int]:

@@ -11,6 +11,7 @@ within one transfer.  So it is never slower than ``simulate``, and exact for one
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -57,9 +58,13 @@ class Outline:
 
     Attributes:
         schedule: computing verbs only.
+        window: how many whole microbatches are as much as a rank holds when it holds most, if all weigh the same.
+        whole_bytes: bytes that it holds of one of these, if that weighs 1.
     """
 
     schedule: Schedule
+    window: int
+    whole_bytes: float
     _befores: tuple[int, ...] = field(repr=False)
     _senders: tuple[int, ...] = field(repr=False)
     _places: _Pick = field(repr=False)
@@ -143,9 +148,14 @@ def can_end(schedule: Schedule) -> bool:
 def _outline(schedule: Schedule, costs: Costs, activation_bytes: tuple[float, ...]) -> Outline:
     rows = _rows(_links(schedule, with_yields=costs.loss > 0), costs, schedule.num_microbatches)
     befores, senders, places, seconds, latencies, travels = zip(*rows, strict=True) if rows else ((),) * 6
-    memory = _fullest([_memory_steps(program, activation_bytes) for program in schedule.programs])
+    ranks = [_memory_steps(program, activation_bytes) for program in schedule.programs]
+    memory = _fullest(ranks)
+    fullest = max((peak for steps in ranks for peak in _peaks(*steps)), key=lambda peak: sum(peak.values()), default={})
+    whole_bytes = max(fullest.values(), default=0.0)
     return Outline(
         schedule,
+        math.ceil(sum(fullest.values()) / whole_bytes) if whole_bytes else 0,
+        whole_bytes,
         befores,
         senders,
         _picking(places),

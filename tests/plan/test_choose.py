@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeline_engine as pe
+from pipeline_engine.plan import starts as starts_page
 from pipeline_engine.plan.actions import Backward, BackwardWeight, Forward
 from pipeline_engine.plan.graph import Placement
-from pipeline_engine.plan.order import frugal_starts, in_order, smallest_at_both_ends, starts
+from pipeline_engine.plan.order import in_order
 from pipeline_engine.plan.outline import Outline
 from pipeline_engine.plan.simulate import peak_in_flight
+from pipeline_engine.plan.starts import fitted_starts, frugal_starts, smallest_at_both_ends, starts, valley_starts
 from tests.strategies import chain_for, schedule_names, schedules
 
 weight_lists = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=12)
@@ -137,10 +139,39 @@ def test_a_limit_of_nothing_is_refused() -> None:
 # Orders.
 
 
-@given(weight_lists)
-def test_every_start_is_a_permutation(weights: list[float]) -> None:
-    for order in (*starts(weights), *frugal_starts(weights)):
+@given(weight_lists, st.integers(0, 8), st.floats(0.0, 40.0))
+def test_every_start_is_a_permutation(weights: list[float], window: int, allowed: float) -> None:
+    fitted = fitted_starts(weights, window, allowed)
+    for order in (*starts(weights), *frugal_starts(weights), *fitted, *valley_starts(weights)):
         assert sorted(order) == list(range(len(weights)))
+
+
+def test_starts_are_the_pictures_on_their_page() -> None:
+    """Each line of digits is one of the orders that its function yields."""
+    lines = re.findall(r"^    ([a-z ]+?)  +((?:\d ){7}\d)", str(starts_page.__doc__), re.MULTILINE)
+    assert [name for name, _ in lines] == ["as packed", "smallest at both ends", "frugal", "fitted", "valley"]
+    packed = [float(digit) for digit in lines[0][1].split()]
+    yielded = [*starts(packed), *frugal_starts(packed), *fitted_starts(packed, 4, 20.0), *valley_starts(packed)]
+    pictures = {" ".join(f"{packed[m]:.0f}" for m in order) for order in yielded}
+    for name, digits in lines:
+        assert digits in pictures, name
+
+
+def test_a_fitted_start_keeps_the_biggest_together_as_far_as_its_windows_allow() -> None:
+    weights = [3.0, 8.0, 1.0, 6.0, 2.0, 7.0, 5.0, 4.0]
+    fitting = []
+    for order in fitted_starts(weights, 4, 20.0):
+        placed = [weights[m] for m in order]
+        if max(sum(placed[at : at + 4]) for at in range(5)) <= 20.0:
+            fitting.append(abs(placed.index(8.0) - placed.index(7.0)))
+    assert 1 in fitting
+
+
+@given(schedules(min_microbatches=1))
+def test_a_window_of_an_outline_is_what_equal_microbatches_hold_at_most(schedule: pe.Schedule) -> None:
+    outline = Outline.of(schedule, pe.Costs())
+    held = outline.peak([1.0] * schedule.num_microbatches)
+    assert held <= outline.window * outline.whole_bytes < held + outline.whole_bytes
 
 
 def test_the_smallest_stand_at_both_ends() -> None:
