@@ -69,7 +69,7 @@ class Call:
         self.executor.doing.item = self.order[microbatch]
         self.modes = self.modes.renewed()
         self.executor.doing.wanted = (self.number, microbatch)
-        self._play("ask", microbatch)
+        self._perform(self.modes.run_recording, "ask", microbatch)
         self.executor.doing.wanted = None
         self.executor.count(microbatch)
         handed, self._handed = self._handed, None
@@ -93,7 +93,9 @@ class Call:
             self._play("hurry", again)  # each backward has the gradients of its own call
         if retain:
             self._play("retain")
-        self._retain(grads.keys(), retain)
+            self.executor.retained.update(grads)
+        else:
+            self.executor.retained.difference_update(grads)
         for microbatch in sorted(grads):
             self.executor.give(microbatch, grads[microbatch])
         self.given.update(first)
@@ -135,10 +137,8 @@ class Call:
     def check_may_give(self, microbatch: int) -> None:
         """Raise UsageError if a gradient of ``microbatch`` comes too late."""
         self._check_not_over(microbatch)
-        if microbatch in self._why_dropped:
-            raise UsageError(
-                f"backward through microbatch {self.order[microbatch]}, which {self._why_dropped[microbatch]}."
-            )
+        if why := self._why_dropped.get(microbatch):
+            raise UsageError(f"backward through microbatch {self.order[microbatch]}, which {why}.")
         if microbatch in self.given and microbatch not in self.executor.retained:
             raise UsageError(
                 f"backward through microbatch {self.order[microbatch]} for the second time; its graph was freed by the "
@@ -187,12 +187,6 @@ class Call:
             return set()
         return self.executor.yielded - self.given - self._why_dropped.keys()
 
-    def _retain(self, microbatches: Iterable[int], retain: bool) -> None:
-        if retain:
-            self.executor.retained.update(microbatches)
-        else:
-            self.executor.retained.difference_update(microbatches)
-
     def _drop(self, microbatches: Collection[int], why: str) -> None:
         if microbatches:
             self._play("drop", tuple(sorted(microbatches)))
@@ -209,10 +203,12 @@ class Call:
             self.executor.last_backward.drop(microbatches)
 
     def _play(self, event: str, *arguments: Any) -> None:
-        """Play an event on all programs, and perform what it adds to this rank's."""
+        """Play an event on all programs, and perform what it adds to this rank's under the modes of the last ask."""
+        self._perform(self.modes.run, event, *arguments)
+
+    def _perform(self, run: Callable[..., None], event: str, *arguments: Any) -> None:
         try:
-            program = self.history.play(event, *arguments)
-            self.modes.run(self.executor.perform, program)
+            run(self.executor.perform, self.history.play(event, *arguments))
         except BaseException as error:
             raise self.fail(error)  # noqa: B904  its cause is set
 
@@ -221,7 +217,7 @@ class Call:
             raise UsageError(f"this {self.entry} cannot go on: it ended when {why}.")
 
     def _check_not_over(self, microbatch: int) -> None:
-        if self.is_over:
+        if self._why_ended:
             raise UsageError(
                 f"backward through microbatch {self.order[microbatch]}, which was dropped when {self._why_ended}."
             )

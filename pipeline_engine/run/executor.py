@@ -253,7 +253,7 @@ class Executor:
         """Around a forward that may be dropped before it is yielded."""
         if self.hands_out and (buffers := self.buffers.get(stage)) is not None:
             return buffers.followed(self.call, microbatch)
-        return _UNFOLLOWED
+        return _NOTHING
 
     def _put_back_buffers(self) -> None:
         for buffers in self.buffers.values():
@@ -282,7 +282,7 @@ class Executor:
         """A backward may run forwards again, which draw numbers."""
         if self.seed is not None:
             return alone()
-        return nullcontext() if self.turns is None else self.turns.of_backward(stage)
+        return _NOTHING if self.turns is None else self.turns.of_backward(stage)
 
     def _take_ran(self, stage: int, microbatch: int) -> tuple[Ran, bool]:
         """What the forward left, and whether its graph must outlive the backward."""
@@ -362,7 +362,7 @@ class Executor:
 
 _AS_THEY_COME: AbstractContextManager[Callable[[], tuple[torch.Tensor, ...]]] = nullcontext(tuple)
 
-_UNFOLLOWED: AbstractContextManager[object] = nullcontext()
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager

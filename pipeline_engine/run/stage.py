@@ -110,10 +110,13 @@ class Ran:
 
     def _roots(self, grads: Grads) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Exits that have a gradient, and the gradients."""
-        roots = [
-            (root, grad) for root, grad in zip(self.exits, grads, strict=True) if grad is not None and root is not None
-        ]
-        return [root for root, _ in roots], [grad for _, grad in roots]
+        roots: list[GradientEdge] = []
+        root_grads: list[torch.Tensor] = []
+        for root, grad in zip(self.exits, grads, strict=True):
+            if root is not None and grad is not None:
+                roots.append(root)
+                root_grads.append(grad)
+        return roots, root_grads
 
     def _taken(self) -> tuple[Grads, ...]:
         return tuple([entry.take() for entry in self.entries])
@@ -134,9 +137,11 @@ def run_forward(
     Returns:
         What it returned, detached, and what its backward needs (None if there will be none).
     """
-    arguments = [receive(cargo, differentiate=keep) for cargo in received]
-    returned = stage(*[tree for tree, _ in arguments], *inputs, **shared)
-    cargo, outputs = Cargo.with_leaves(returned)
-    if not keep:
-        return cargo, None
-    return cargo, Ran(tuple([entry for _, entry in arguments]), tuple([edge_of(output) for output in outputs]))
+    arguments: list[Any] = []
+    entries: list[Entry] = []
+    for each in received:
+        tree, entry = receive(each, differentiate=keep)
+        arguments.append(tree)
+        entries.append(entry)
+    cargo, outputs = Cargo.with_leaves(stage(*arguments, *inputs, **shared))
+    return cargo, Ran(tuple(entries), tuple(map(edge_of, outputs))) if keep else None
