@@ -1,8 +1,9 @@
-"""Edges: where gradients go into a stage's graph, without what torch's own front for them costs.
+"""Edges: where gradients go into a stage's graph and come out of it, without what torch's front for that costs.
 
 Note [torch's front]: ``get_gradient_edge`` and ``torch.autograd.backward`` look again at what is known here: that a
 tensor has a history, that there is a gradient for each edge, of its shape and on its device (the engine behind them
-checks that too).  Where code runs cold, as after a wait, that is a quarter of the time of a small stage's backward.
+checks that too).  ``torch.autograd.Function`` looks for transforms of functorch, which no pipeline can be under (its
+base refuses them).  Where code runs cold, as after a wait, that is a quarter of the time of a small stage's backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,15 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+
+class Passage(torch.autograd.Function):
+    """A function by which tensors cross a cut; see Note [torch's front]."""
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Call ``forward`` and give what it returns a history."""
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]  # of a base in C
 
 
 def edge_of(output: Any) -> GradientEdge | None:

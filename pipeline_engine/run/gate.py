@@ -16,6 +16,7 @@ from attrs import define, field, frozen
 
 from pipeline_engine.errors import UsageError
 from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.edges import Passage
 from pipeline_engine.run.stage import ANCHOR
 
 
@@ -66,7 +67,7 @@ class Gatekeeper:
             return cargo.tree()
         gate = Gate(self, call, microbatch, cargo.needs_grad)
         call.gates[microbatch] = weakref.ref(gate)
-        gated = iter(_Gated.apply(ANCHOR, gate, wanted))  # type: ignore[no-untyped-call]
+        gated = iter(_Gated.apply(ANCHOR, gate, wanted))
         leaves = [
             next(gated) if needs_grad else leaf for leaf, needs_grad in zip(cargo.leaves, cargo.needs_grad, strict=True)
         ]
@@ -97,7 +98,7 @@ class Gatekeeper:
             call.give(grads, retain=retain)
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Passage):
     """Hands tensors on.  They come in a list: to autograd they are fresh, and the caller may change them in place."""
 
     @staticmethod

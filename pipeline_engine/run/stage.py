@@ -10,7 +10,7 @@ from attrs import frozen
 from torch.autograd.graph import GradientEdge
 
 from pipeline_engine.run.cargo import Cargo, Grads
-from pipeline_engine.run.edges import edge_of, run_backward
+from pipeline_engine.run.edges import Passage, edge_of, run_backward
 from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
 
 StageFunction = Callable[..., Any]
@@ -20,7 +20,7 @@ with torch.inference_mode(False):
 """The leaf behind every history that the engine gives a tensor; no gradient ever gets to it."""
 
 
-class _Received(torch.autograd.Function):
+class _Received(Passage):
     """Gives a received tensor a history: a non-leaf whose gradient ends in an entry, once, all uses summed.
 
     The tensor comes in a list, so that autograd takes it for a fresh output and not for a view of an input: the
@@ -67,7 +67,7 @@ def receive(cargo: Cargo, *, differentiate: bool) -> tuple[Any, Entry]:
         return cargo.tree(), Entry(arrived, ())
     entry = Entry(arrived, (ANCHOR,))
     leaves = [
-        _Received.apply(ANCHOR, entry, place, [leaf]) if wanted else leaf  # type: ignore[no-untyped-call]
+        _Received.apply(ANCHOR, entry, place, [leaf]) if wanted else leaf
         for place, (leaf, wanted) in enumerate(zip(cargo.leaves, cargo.needs_grad, strict=True))
     ]
     return cargo.tree(leaves), entry
