@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,6 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-import torch
-
-from art_adapter.canary import _Marked
 from art_adapter.memory import MemoryCheck
 from art_adapter.packing import packed_length
 from art_adapter.reference import ReferenceTrainerRank
@@ -21,6 +17,7 @@ from art_adapter.requests import TrainerRankMemoryError
 from art_adapter.runtime import language_model
 from art_adapter.tiny_gpt import Cut
 
+from .devices import Device
 from .hosts import host
 from .playing import Play
 from .processes import on_ranks
@@ -31,33 +28,13 @@ BOUNDARY = 0.01
 """What it takes beside that where it comes in and goes out, with its gradients: 4 times 64 float32 numbers."""
 
 
-class Device:
-    """A device on which only decoders take memory."""
-
-    is_measured = True
-
-    def __init__(self) -> None:
-        self._kept: list[weakref.ref[torch.Tensor]] = []
-
-    def note(self, decoder: Any, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
-        marker = torch.empty(hidden.shape[0])
-        self._kept.append(weakref.ref(marker))
-        marked: torch.Tensor = _Marked.apply(hidden, marker)
-        return marked
-
-    def allocated(self) -> int:
-        return PER_TOKEN * sum(marker.numel() for each in self._kept if (marker := each()) is not None)
-
-    peak = allocated
-
-
 class Measuring(ReferenceTrainerRank):
     """The reference, but by what a token takes and what is left of ``capacity`` bytes, under ART's names for both."""
 
     capacity = 0
 
     def __init__(self, runtime: Any, **options: Any) -> None:
-        self.device_memory = Device()
+        self.device_memory = Device(bytes_per_token=PER_TOKEN)
         self._memory_profiles: dict[Any, int] = {}
         super().__init__(runtime, **options)
 
