@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +54,32 @@ class Gate:
 
 
 @define(eq=False)
-class Gatekeeper:
-    """Collects what one backward call of the caller gives, and passes it on when that call ends."""
+class _Taken:
+    """What one backward call of the caller has given so far.
 
-    _given: dict[int, tuple[Giving, dict[int, Grads]]] = field(init=False, factory=dict)  # by the call's number
-    _retain: bool = field(init=False, default=False)
-    _task: int = field(init=False, default=-1)
+    Attributes:
+        retain: whether that call retains graphs.
+        given: by the number of a pipeline's call, that and the gradients by microbatch.
+    """
+
+    retain: bool
+    given: dict[int, tuple[Giving, dict[int, Grads]]] = field(init=False, factory=dict)
+
+    def serve(self) -> None:
+        """The backward call has ended."""
+        for number in sorted(self.given):
+            call, grads = self.given[number]
+            call.give(grads, retain=self.retain)
+
+
+@define(eq=False)
+class Gatekeeper:
+    """Collects what each backward call of the caller gives, and passes it on when that call ends.
+
+    One may run inside another: that of a reentrant checkpoint whose function uses outputs.
+    """
+
+    _taken: dict[int, _Taken] = field(init=False, factory=dict)  # by autograd's number of the backward call
 
     def gated(self, cargo: Cargo, call: Giving, microbatch: int) -> Any:
         """The tree of an output, its tensors with a history that ends at a gate."""
@@ -74,28 +95,24 @@ class Gatekeeper:
         return cargo.tree(leaves)
 
     def forget(self) -> None:
-        """Drop what a backward call gave that raised elsewhere in the caller's graph, so that it never ended."""
-        self._given = {}
-        self._task = -1
+        """Drop what backward calls gave that raised elsewhere in the caller's graph, so that they never ended."""
+        self._taken.clear()
 
     def take(self, gate: Gate, grads: Iterable[torch.Tensor | None]) -> None:
-        """The caller's backward call has come to a gate."""
+        """A backward call of the caller has come to a gate."""
         call = gate.call
         call.check_may_give(gate.microbatch)
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self.forget()
-            self._task = task
-            self._retain = torch._C._autograd._get_current_graph_task_keep_graph()
-            torch.autograd.Variable._execution_engine.queue_callback(self._serve)
-        self._given.setdefault(call.number, (call, {}))[1][gate.microbatch] = gate.all_leaves(grads)
+        taken = self._taken.get(task)
+        if taken is None:
+            taken = self._taken[task] = _Taken(torch._C._autograd._get_current_graph_task_keep_graph())
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._serve, task))
+        taken.given.setdefault(call.number, (call, {}))[1][gate.microbatch] = gate.all_leaves(grads)
 
-    def _serve(self) -> None:
-        given, retain = self._given, self._retain
-        self.forget()
-        for number in sorted(given):
-            call, grads = given[number]
-            call.give(grads, retain=retain)
+    def _serve(self, task: int) -> None:
+        if (taken := self._taken.pop(task, None)) is None:
+            raise UsageError("the pipeline was called inside of a backward call that had given it gradients.")
+        taken.serve()
 
 
 class _Gated(Passage):

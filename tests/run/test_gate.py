@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import pipeline_engine as pe
 from tests.oracles.plain import gradients_of
@@ -152,6 +153,40 @@ def test_a_backward_that_raises_elsewhere_in_the_callers_graph_leaves_nothing_be
         rank.check_gradients([0, 2, 3, 4], ROWS)
 
     on_ranks(on_rank, 3)
+
+
+def test_a_backward_inside_of_another_does_not_lose_what_the_outer_one_has_given() -> None:
+    """A reentrant checkpoint whose function uses an output differentiates it by a backward of its own."""
+
+    def on_rank(rank: Rank) -> None:
+        weight, losses = torch.ones((), requires_grad=True), []
+        for item in rank.pipeline.stream(batch(ROWS)):
+
+            def loss(scale: torch.Tensor, item: pe.Yielded = item) -> torch.Tensor:
+                return scale * loss_of(item.outputs, item.index)
+
+            inside = item.index in (0, 3)
+            losses.append(checkpoint(loss, weight, use_reentrant=True) if inside else loss(weight))
+        total(losses).backward()
+        rank.pipeline.flush()
+        truth = plain(rank.graph.num_stages, ROWS)
+        for name, grad in gradients_of(rank.stage).items():
+            expected = truth.summed(rank.number, range(5))[name]
+            torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-4)
+
+    on_ranks(on_rank, 3)
+
+
+def test_a_pipeline_that_is_called_inside_of_a_backward_does_not_lose_a_gradient_without_a_word() -> None:
+    def on_rank(rank: Rank) -> None:
+        weight = torch.ones((), requires_grad=True)
+        weight.register_hook(lambda _: rank.pipeline.meet())
+        first = weight * 1  # older than the output: autograd comes to it last
+        for item in rank.pipeline.stream(batch([2])):
+            with pytest.raises(pe.UsageError, match="called inside of a backward call that had given it gradients"):
+                (first + loss_of(item.outputs, 0)).backward()
+
+    on_ranks(on_rank)
 
 
 def test_a_gradient_taken_by_autograd_grad_counts_as_given() -> None:
