@@ -68,6 +68,14 @@ class Cargo:
 Grads = tuple[torch.Tensor | None, ...]
 """For each leaf of a cargo its gradient, or None."""
 
+
+def added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients of one leaf, of which either may be absent."""
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right
+
+
 ALIGNMENT = 64
 
 

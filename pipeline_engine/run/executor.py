@@ -36,7 +36,7 @@ from pipeline_engine.plan.lifetimes import Reads, outlives_its_sends
 from pipeline_engine.plan.values import Activation, Channel, InputGrad, Output, OutputGrad, Value
 from pipeline_engine.run import wire
 from pipeline_engine.run.buffers import Buffers
-from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.cargo import Cargo, Grads, added
 from pipeline_engine.run.doing import Doing, describe, report
 from pipeline_engine.run.last_backward import LastBackward
 from pipeline_engine.run.mailbox import Mailbox, failure_of
@@ -302,7 +302,7 @@ class Executor:
         grads: Grads = self._read(_input_grad(last, microbatch))[stage]
         for consumer in reversed(others):
             more = self._read(_input_grad(consumer, microbatch))[stage]
-            grads = tuple(_added(left, right) for left, right in zip(grads, more, strict=True))
+            grads = tuple(added(left, right) for left, right in zip(grads, more, strict=True))
         return grads
 
     def _keep(self, value: Value, content: Any) -> None:
@@ -369,9 +369,3 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 def _same_again(state: RandomState) -> Iterator[Callable[[], tuple[torch.Tensor, ...]]]:
     with state.replayed():
         yield tuple
-
-
-def _added(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right

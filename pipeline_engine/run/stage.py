@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch.autograd.graph import GradientEdge
 
-from pipeline_engine.run.cargo import Cargo, Grads
+from pipeline_engine.run.cargo import Cargo, Grads, added
 from pipeline_engine.run.edges import Passage, edge_of, run_backward
 from pipeline_engine.run.split import UNASKED, WeightPart, plan_split, run_input_part
 
@@ -21,7 +21,9 @@ with torch.inference_mode(False):
 
 
 class _Received(Passage):
-    """Gives a received tensor a history: a non-leaf whose gradient ends in an entry, once, all uses summed.
+    """Gives a received tensor a history: a non-leaf whose gradient ends in an entry, all uses summed.
+
+    It comes there once, or more than once if a backward runs inside another, as a reentrant checkpoint's.
 
     The tensor comes in a list, so that autograd takes it for a fresh output and not for a view of an input: the
     stage may change it in place.
@@ -30,11 +32,13 @@ class _Received(Passage):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, entry: Entry, place: int, tensor: list[torch.Tensor]) -> torch.Tensor:
         ctx.entry, ctx.place = entry, place
+        ctx.set_materialize_grads(False)
         return tensor.pop()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
-        ctx.entry.arrived[ctx.place] = grads[0]
+        arrived = ctx.entry.arrived
+        arrived[ctx.place] = added(arrived[ctx.place], grads[0])
         return None, None, None, None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import pipeline_engine as pe
 from pipeline_engine.run.cargo import Cargo
@@ -130,6 +131,31 @@ def test_dicts_constants_and_leaves_of_every_dtype_cross_a_cut() -> None:
         return kept * p * tree["scale"] + tree["double"].float() * tree["scalar"] + tree["empty"].sum()  # type: ignore[no-any-return]
 
     check_cut((first, second))
+
+
+class Cut(torch.autograd.Function):
+    """Hands on, and has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> None:
+        return None
+
+
+def test_a_gradient_that_a_custom_function_leaves_out_is_no_zeros_upstream() -> None:
+    check_cut((lambda p, x: x * p, lambda p, x: Cut.apply(x) * p, lambda p, x: x * p))
+
+
+def test_what_backwards_inside_of_a_backward_bring_is_summed() -> None:
+    """Those of two reentrant checkpoints whose functions use what was received; in numbers that sum without error."""
+
+    def second(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return sum(checkpoint(lambda q, n=n: x * n + q, p, use_reentrant=True) for n in (3, 4))  # type: ignore[no-any-return]
+
+    check_cut((lambda p, x: x + p, second), lambda y: y.sum())  # nothing is saved: plain autograd comes back, too
 
 
 def test_an_unused_output_gets_no_gradient_and_no_zeros() -> None:
