@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from pipeline_engine.errors import DeadlineError, PeerFailedError, PipelineError, TransportError, UsageError
+from pipeline_engine.errors import UsageError
 from pipeline_engine.plan.advance import Replica
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.history import History, Memory
@@ -20,29 +19,26 @@ from pipeline_engine.plan.lifetimes import reads_on
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.transfers import channels_of
 from pipeline_engine.plan.waves import WavesReplica
-from pipeline_engine.run import wire
-from pipeline_engine.run.agreement import Held, Word, agree, passed
+from pipeline_engine.run.accord import Accord, PeerError
+from pipeline_engine.run.agreement import passed
 from pipeline_engine.run.buffers import buffers_of
 from pipeline_engine.run.call import Call
 from pipeline_engine.run.closed_loss import LossFunction, collects_losses
-from pipeline_engine.run.doing import Doing, report
 from pipeline_engine.run.executor import Executor
 from pipeline_engine.run.fitting import check_fit, check_kinds, digest_of, fitting_schedule
-from pipeline_engine.run.gate import Gatekeeper
 from pipeline_engine.run.last_backward import LastBackward, OnLastBackward, check_whole
 from pipeline_engine.run.leaving import Departure
 from pipeline_engine.run.lookout import Lookout
-from pipeline_engine.run.mailbox import Mailbox, Traffic, failure_of
+from pipeline_engine.run.mailbox import Mailbox, failure_of
 from pipeline_engine.run.microbatch import Microbatch
 from pipeline_engine.run.microbatches import Microbatches
 from pipeline_engine.run.modes import Modes
 from pipeline_engine.run.ordering import Ordering, as_given, check_ordering, ordered
-from pipeline_engine.run.owner import Owner
 from pipeline_engine.run.randomness import Rng, Turns, draw_seed, is_per_microbatch
 from pipeline_engine.run.stage import StageFunction
 from pipeline_engine.run.ties import Tie, Ties
 from pipeline_engine.run.tracing import Tracer
-from pipeline_engine.run.transports.base import Failure, Transport
+from pipeline_engine.run.transports.base import Transport
 from pipeline_engine.run.waves import Waves
 from pipeline_engine.run.yielded import Yielded
 
@@ -104,29 +100,21 @@ class Pipeline:
         verify: bool = False,
         on_last_backward: OnLastBackward | None = None,
         keep_open: bool = False,
-        peer_error: Callable[[PeerFailedError], Exception] | None = None,
+        peer_error: PeerError | None = None,
     ) -> None:
         check_kinds(transport, deadline)
-        self._transport, self._doing = transport, Doing()
-        self._graph = graph
-        self._deadline, self._verify, self._keep_open = float(deadline), verify, keep_open
-        self._tracer, self._on_last_backward, self._peer_error = tracer, on_last_backward, peer_error
+        self._accord = Accord(transport, float(deadline), keep_open, peer_error)
+        self._transport, self._graph, self._verify = transport, graph, verify
+        self._tracer, self._on_last_backward = tracer, on_last_backward
         self._schedule_for = cache(lambda count: fitting_schedule(schedule, graph, count, max_in_flight))
         self._digest_for = cache(lambda count: digest_of(self._schedule_for(count)))
         self._settings = {"max_in_flight": max_in_flight, "rng": rng, "keep_open": keep_open}
-        self._gatekeeper = Gatekeeper()
         self._memory = Memory()
-        self._calls: list[Call] = []
         self._split_report: dict[int, str] = {}
-        self._traffic = Traffic()
-        self._count = self._agreements = 0
-        self._why_failed = self._broken = ""
-        self._is_closed = False
-        self._owner = Owner()
-        transport.host = Lookout(transport.rank, self._doing, lambda: list(self._calls))
-        with self._guarded(), self._doing.meets("building"):
+        transport.host = Lookout(transport.rank, self._accord.doing, lambda: list(self._accord.calls))
+        with self._accord.meeting("building"):
             if transport.has_raised:
-                self._settle()
+                self._accord.settle()
             check_fit(stages, graph, transport)
             self._stages, self._buffers = dict(stages), buffers_of(stages)
             self._ordering = check_ordering(order)
@@ -134,9 +122,9 @@ class Pipeline:
             if on_last_backward is not None:
                 check_whole(fitting)
             self._per_microbatch = is_per_microbatch(rng, graph)
-            self._ties = Ties.agree(ties, graph, transport, deadline=self._deadline)
+            self._ties = Ties.agree(ties, graph, transport, deadline=self._accord.deadline)
             self._channels = (*channels_of(graph), *self._ties.channels)
-            transport.open(self._channels, deadline=self._deadline)
+            transport.open(self._channels, deadline=self._accord.deadline)
 
     def stream(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> Iterator[Yielded]:
         """Hand out outputs one by one; ``loss.backward()`` in between runs the pipeline's backwards.
@@ -168,7 +156,7 @@ class Pipeline:
             As ``stream``.
         """
         queue: deque[Microbatch] = deque()
-        return Waves(self._begin("waves", iter(queue.popleft, None), 0), queue, self._check_open)
+        return Waves(self._begin("waves", iter(queue.popleft, None), 0), queue, self._accord.check_open)
 
     def forward(self, microbatches: Iterable[Microbatch], *, num_microbatches: int | None = None) -> list[Any]:
         """The outputs of all microbatches at once, on every rank; the caller's backward drives the rest.
@@ -209,7 +197,8 @@ class Pipeline:
         call = self._begin("step", microbatches, None, hand_out=False)
         losses = collects_losses(call, loss_fn)
         call.run_closed()
-        return as_given(self._everywhere(losses), call.order)
+        last = self._graph.rank_of[self._graph.last_stage]
+        return as_given(self._accord.everywhere(losses, last, "the losses of step"), call.order)
 
     def flush(self) -> None:
         """Finish every gradient that was given, and sum those of ties.
@@ -219,9 +208,9 @@ class Pipeline:
         Raises:
             As ``stream``.
         """
-        self._end_calls("the pipeline was flushed", self._agree("flush", {}))
-        with self._guarded(), self._doing.meets("the sum of tied parameters"):
-            self._ties.add_up(self._agreements)
+        self._accord.end_calls("the pipeline was flushed", self._accord.agree("flush", {}))
+        with self._accord.meeting("the sum of tied parameters"):
+            self._ties.add_up(self._accord.agreements)
 
     def meet(self) -> None:
         """Find out, together with all other ranks, whether any of them has failed.
@@ -232,12 +221,12 @@ class Pipeline:
         Raises:
             As ``stream``.
         """
-        self._agree("meet", {})
+        self._accord.agree("meet", {})
 
     @property
     def bytes_per_channel(self) -> dict[str, int]:
         """Bytes that this rank has sent so far, by channel: ``"x0:0>1"`` is stage 0's output from rank 0 to rank 1."""
-        return {str(channel): size for channel, size in self._traffic.sent_bytes.items()}
+        return {str(channel): size for channel, size in self._accord.traffic.sent_bytes.items()}
 
     def report(self) -> dict[int, str]:
         """For each stage of this rank, what became of its split backwards; empty if there were none.
@@ -248,7 +237,7 @@ class Pipeline:
 
     def skip(self, item: Yielded) -> None:
         """Say on every rank that ``item`` gets no gradient, and free its memory."""
-        self._check_open()
+        self._accord.check_open()
         item._call.skip(item._place)
 
     def invalidate(self) -> None:
@@ -260,19 +249,19 @@ class Pipeline:
         they run again, under the new state and with the same random numbers, when he asks for their outputs.  Buffers
         of stages are what they were before them.
         """
-        self._check_open()
-        for call in self._calls:
+        self._accord.check_open()
+        for call in self._accord.calls:
             if not call.is_over:
                 call.invalidate()
 
     def close(self) -> None:
         """Finish what was given and release the transport.  Always returns; a closed pipeline stays closed."""
-        if self._is_closed:
+        if self._accord.is_closed:
             return
-        self._is_closed = True
+        self._accord.is_closed = True
         try:
             if not self._transport.has_raised:
-                self._end_calls("the pipeline was closed", {})
+                self._accord.end_calls("the pipeline was closed", {})
         except Exception as error:
             _log.warning("closed with work undone: %s", error)
         finally:
@@ -285,11 +274,11 @@ class Pipeline:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            if error is None and not self._is_closed:
+            if error is None and not self._accord.is_closed:
                 self.flush()
             elif error is not None and not self._transport.has_raised:
-                error.add_note(f"while rank {self._transport.rank} was in {self._doing.place}")
-                self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
+                error.add_note(f"while rank {self._transport.rank} was in {self._accord.doing.place}")
+                self._transport.fail(failure_of(self._transport.rank, self._accord.doing.place, error))
                 self._transport.has_raised = True
         finally:
             self.close()
@@ -309,9 +298,9 @@ class Pipeline:
     def _begin(
         self, entry: str, microbatches: Iterable[Microbatch], count: int | None, *, hand_out: bool = True
     ) -> Call:
-        with self._refusing(entry):
+        with self._accord.refusing(entry):
             given, order = microbatches, None
-            if entry in ("stream", "waves") and any(call.is_running for call in self._calls):
+            if entry in ("stream", "waves") and any(call.is_running for call in self._accord.calls):
                 raise UsageError(
                     "a stream of this pipeline is still running: let it run out, leave its loop or close() it first."
                 )
@@ -319,7 +308,7 @@ class Pipeline:
                 order, microbatches = ordered(microbatches, self._schedule_for)
             source = Microbatches(microbatches, count, uses=1 if hand_out else len(self._stages))
             modes, schedule = Modes.of_caller(), self._schedule_for(source.count)
-        held = self._agree(
+        held = self._accord.agree(
             entry,
             {
                 "schedule": schedule.name,
@@ -331,35 +320,37 @@ class Pipeline:
                 **passed(given),
             },
         )
-        self._end_calls(f"{entry} was called", held, going_on=True)
+        self._accord.end_calls(f"{entry} was called", held, going_on=True)
         executor = self._executor(schedule, source, modes, hand_out=hand_out)
         history = self._history(schedule, modes, hand_out=hand_out, grows=entry == "waves")
         places = order or range(source.count)
-        call = Call(self._count, entry, history, executor, modes, places, self._gatekeeper, self._fail)
+        accord = self._accord
+        call = Call(accord.count, entry, history, executor, modes, places, accord.gatekeeper, accord.fail)
         executor.on_yield = call.hand
-        self._count += 1
-        self._calls.append(call)
+        accord.count += 1
+        accord.calls.append(call)
         return call
 
     def _executor(self, schedule: Schedule, source: Microbatches, modes: Modes, *, hand_out: bool) -> Executor:
+        accord = self._accord
         return Executor(
             rank=self._transport.rank,
             graph=self._graph,
             stages=self._stages,
             buffers=self._buffers,
             microbatches=source,
-            mailbox=Mailbox(self._transport, self._deadline, self._traffic, self._count, self._verify),
+            mailbox=Mailbox(self._transport, accord.deadline, accord.traffic, accord.count, self._verify),
             channels=self._channels,
             differentiates=modes.differentiates,
             reads=reads_on(self._transport.rank, self._graph, hand_out=hand_out),
             hands_out=hand_out,
             split_report=self._split_report,
-            call=self._count,
+            call=accord.count,
             seed=self._seed(),
             turns=Turns() if self._transport.shares_process else None,
             recording=self._tracer.begin(schedule, source) if self._tracer else None,
             last_backward=LastBackward(source.count, self._on_last_backward) if self._on_last_backward else None,
-            doing=self._doing,
+            doing=accord.doing,
         )
 
     def _history(self, schedule: Schedule, modes: Modes, *, hand_out: bool, grows: bool) -> History:
@@ -382,113 +373,3 @@ class Pipeline:
         if not self._per_microbatch:
             return None
         return draw_seed() if self._transport.rank == self._graph.rank_of[0] else 0
-
-    @contextmanager
-    def _refusing(self, entry: str) -> Iterator[None]:
-        """If this rank cannot make a call, all ranks are told where they agree on it, and nothing else changes."""
-        self._check_open()
-        try:
-            yield
-        except Exception as error:
-            self._agree(entry, {}, failure_of(self._transport.rank, f"the planning of {entry}", error))
-            raise
-
-    def _agree(self, entry: str, entries: Mapping[str, object], refusal: Failure | None = None) -> Held:
-        """Before anything moves: all ranks are in the same call, and have done the same before.
-
-        Returns:
-            what may stay open of the calls so far.
-        """
-        self._check_open()
-        self._doing.begin(entry)
-        self._gatekeeper.forget()
-        with self._guarded(), self._doing.meets(f"agreement on {entry}"):
-            self._settle()
-            summaries = {f"history of call {call.number}": call.summary for call in self._calls}
-            past = {call.number: call.history.marks for call in self._calls}
-            counts = (self._count, self._agreements)
-            held = {call.number: call.held for call in self._calls} if self._keep_open else {}
-            word = Word({"entry point": entry, **entries, **summaries}, past, refusal, counts, held)
-            agreed = agree(self._transport, word, deadline=self._deadline)
-            self._count, self._agreements = agreed.counts
-            self._agreements += 1
-        if refusal is None and agreed.refusal is not None:
-            raise self._heard(agreed.refusal.as_error())
-        return agreed.held
-
-    def _settle(self) -> None:
-        """After a failure, once every rank has raised it: empty the channels and begin afresh."""
-        if self._broken:
-            raise TransportError(self._broken)
-        if not self._transport.has_raised:
-            if failure := self._transport.failure():
-                raise failure.as_error()
-            return
-        try:
-            self._transport.settle(deadline=self._deadline)
-        except PeerFailedError as error:
-            self._broken = f"the pipeline is broken, because {self._why_failed or error}"
-            raise TransportError(self._broken) from error
-        self._traffic.clear()
-        self._why_failed = ""
-        self._transport.has_raised = False
-
-    def _everywhere(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The last stage's losses on every rank."""
-        with self._guarded(), self._doing.meets("the losses of step"):
-            last = self._graph.rank_of[self._graph.last_stage]
-            own = wire.packed(losses) if self._transport.rank == last else b""
-            received: list[torch.Tensor] = wire.unpacked(self._transport.exchange(own, deadline=self._deadline)[last])
-            return received
-
-    def _end_calls(self, why: str, held: Held, *, going_on: bool = False) -> None:
-        """End the calls of the past except for what is held; ``going_on``: not those to which the caller comes back."""
-        for call in self._calls:
-            stays = call.is_running if self._keep_open else call.may_go_on
-            if not (going_on and stays):
-                call.end(why, held.get(call.number, ()))
-        self._calls = [call for call in self._calls if not call.is_over]
-
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Take note of what is raised in the body."""
-        try:
-            yield
-        except BaseException as error:
-            raise self._fail(error)  # noqa: B904  its cause is set
-
-    def _fail(self, error: BaseException) -> BaseException:
-        """After an error no call can go on; every rank is told, unless all have found the same.
-
-        Returns:
-            what is to be raised.
-        """
-        if isinstance(error, DeadlineError):
-            report(error, self._transport)
-        if not isinstance(error, UsageError) or not self._doing.calls:  # while it is built each finds its own
-            self._transport.fail(failure_of(self._transport.rank, self._doing.place, error))
-        self._transport.has_raised = True
-        self._why_failed = self._why_failed or f"{_named(error)}{error}"
-        self._doing.meeting = ""
-        for call in self._calls:
-            call.abandon(f"the pipeline failed with {type(error).__name__}")
-        self._calls.clear()
-        return self._heard(error)
-
-    def _heard(self, error: BaseException) -> BaseException:
-        """What the caller gets to see of an error."""
-        if self._peer_error is None or not isinstance(error, PeerFailedError):
-            return error
-        made = self._peer_error(error)
-        if made is not error:
-            made.__cause__ = error
-        return made
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UsageError("the pipeline is closed; build another one.")
-        self._owner.check()
-
-
-def _named(error: BaseException) -> str:
-    return "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "

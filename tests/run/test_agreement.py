@@ -142,10 +142,10 @@ def test_a_rank_that_cannot_plan_a_call_is_named_and_the_running_stream_goes_on(
 
 def test_ranks_that_a_failure_made_count_their_calls_differently_go_on_with_the_highest() -> None:
     def on_rank(rank: Rank) -> int:
-        rank.pipeline._count += rank.number  # as if the others had been told before their call began
+        rank.pipeline._accord.count += rank.number  # as if the others had been told before their call began
         rank.train(ROWS)
         rank.check_gradients(range(len(ROWS)), ROWS)
-        return rank.pipeline._count
+        return rank.pipeline._accord.count
 
     assert on_ranks(on_rank, 3) == [3, 3, 3]
 

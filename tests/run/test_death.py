@@ -120,7 +120,7 @@ def stop(rank: int) -> list[Any]:
     subject = Rank(pe.TorchTransport(), "1f1b", Mortal)
     subject.train(ROWS)  # a first pass may take longer than the deadline
     subject.pipeline.flush()
-    subject.pipeline._deadline = SHORT
+    subject.pipeline._accord.deadline = SHORT
     peer = pids()[2]
     if rank == 2:
         subject.stage.fate = kill(signal.SIGSTOP)
@@ -132,7 +132,7 @@ def stop(rank: int) -> list[Any]:
     if rank == 0:
         os.kill(peer, signal.SIGCONT)
     dist.barrier()
-    subject.pipeline._deadline = DEADLINE
+    subject.pipeline._accord.deadline = DEADLINE
     with subject.pipeline:
         subject.zero_grad()
         subject.train(ROWS)

@@ -56,7 +56,7 @@ def dawdle(transport: Transport, linger: Any, go: Any) -> str:
     """Rank 1 lingers in the caller's code at microbatch 3, until the others have given up."""
     rank = Rank(transport)
     rank.train(ROWS)  # a first pass may take longer than the deadline
-    rank.pipeline._deadline = SHORT
+    rank.pipeline._accord.deadline = SHORT
     with pytest.raises((pe.DeadlineError, pe.PeerFailedError)) as raised:
         for item in rank.pipeline.stream(batch(ROWS)):
             if (rank.number, item.index) == (1, 3):
@@ -67,7 +67,7 @@ def dawdle(transport: Transport, linger: Any, go: Any) -> str:
         go()
     with rank.pipeline:
         rank.zero_grad()
-        rank.pipeline._deadline = DEADLINE
+        rank.pipeline._accord.deadline = DEADLINE
         rank.train(ROWS)
         rank.check_gradients(range(len(ROWS)), ROWS)
     return str(raised.value)
@@ -100,7 +100,7 @@ def test_a_rank_that_made_fewer_calls_is_named_at_the_deadline() -> None:
     def on_rank(transport: Transport) -> str:
         rank = Rank(transport)
         rank.pipeline.flush()
-        rank.pipeline._deadline = SHORT
+        rank.pipeline._accord.deadline = SHORT
         if rank.number == 1:
             given_up.wait()
         with pytest.raises((pe.DeadlineError, pe.PeerFailedError)) as raised:

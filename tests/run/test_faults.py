@@ -169,9 +169,9 @@ def suffer_over_gloo(rank: int, faults: list[Fault]) -> dict[Fault, list[Ended]]
     for fault in faults:
         faulty = FaultyTransport(pe.TorchTransport(), {2: fault} if rank == 0 else {})
         subject = Rank(faulty, "1f1b", Layer)
-        subject.pipeline._deadline = DEADLINE if fault in HARMLESS else SHORT
+        subject.pipeline._accord.deadline = DEADLINE if fault in HARMLESS else SHORT
         outcomes[fault] = [attempt(subject, "stream")]
-        subject.pipeline._deadline = DEADLINE
+        subject.pipeline._accord.deadline = DEADLINE
         outcomes[fault].append(attempt(subject, "stream"))
         subject.pipeline.close()
     return outcomes
