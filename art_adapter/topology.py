@@ -44,6 +44,12 @@ SUPPORT: dict[str, Support] = {
         "run on CPU with gloo over the reference; over ART, whose own CP needs a GPU, it is not run",
         "",
     ),
+    "pp+tp+cp": Support(
+        "PP > 1 with TP > 1 and CP > 1",
+        True,
+        "run on CPU with gloo over the reference: `canary --pp 2 --tp 2 --cp 2`, eight processes, bit for bit",
+        "",
+    ),
     "pp+ep": Support("PP > 1 with EP > 1", False, "expert gradients across stages are not written yet", "use EP=1"),
     "virtual": Support(
         "several local chunks (len(runtime.model) > 1)",
