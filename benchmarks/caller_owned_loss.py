@@ -15,11 +15,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
-from art_adapter.progress import with_bar
+from benchmarks.plans import chosen, rows_of
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping
 from benchmarks.steps import (
@@ -79,8 +79,8 @@ class Settings:
 BOTH = ("1f1b", "interleaved")
 FULL = (
     Settings(DRIVERS, BOTH, repeats=7, ranks=(2, 4, 8), microbatches=16, forward=0.02, backward=0.04),
-    Settings(("stream", "torch"), BOTH, repeats=5, ranks=(4,), microbatches=16, forward=0.05, backward=0.1),
-    Settings(("stream", "torch"), BOTH, repeats=5, ranks=(8,), microbatches=32, forward=0.05, backward=0.1),
+    Settings(("stream", "torch"), BOTH, repeats=7, ranks=(2, 4, 8), microbatches=32, forward=0.02, backward=0.04),
+    Settings(("stream", "torch"), BOTH, repeats=7, ranks=(4, 8), microbatches=16, forward=0.05, backward=0.1),
 )
 QUICK = (Settings(DRIVERS, ("1f1b",), repeats=3, ranks=(2, 4), microbatches=16, forward=0.02, backward=0.04),)
 
@@ -98,15 +98,8 @@ class Row:
 
 def main() -> None:
     options = vars(parser().parse_args())
-    file, planned = options.pop("json"), QUICK if options.pop("quick") else FULL
-    given = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
-    }
-    plan = [evolve(planned[0], **given)] if given else planned
-    record = Record()
-    cases = [(settings, ranks) for settings in plan for ranks in settings.ranks]
-    measured = {case: measure(*case) for case in with_bar(cases, "pipelines")}
-    found = [(each, [row for ranks in each.ranks for row in measured[each, ranks]]) for each in plan]
+    file, record = options.pop("json"), Record()
+    found = rows_of(chosen(options, full=FULL, quick=QUICK), measure)
     print("\n".join(table(rows, settings) for settings, rows in found))
     print("Engine: what is added to the bound of the times that the stages' own code took in that repeat.\n")
     record.end(file, runs=[{"settings": asdict(settings), "rows": list(map(asdict, rows))} for settings, rows in found])

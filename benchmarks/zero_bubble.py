@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 
 import pipeline_engine as pe
-from art_adapter.progress import with_bar
+from benchmarks.plans import chosen, rows_of
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping
 from benchmarks.steps import (
@@ -70,8 +69,8 @@ class Settings:
 FULL = (
     Settings(SCHEDULES, ranks=(2, 4, 8), seconds=0.02, repeats=7),
     Settings((PLAIN, "zb-v"), ranks=(2, 4, 8), seconds=0.04, repeats=7),
-    Settings((PLAIN, "zb-h1"), ranks=(4, 8), seconds=0.05, repeats=5),
-    Settings((PLAIN, "zb-v"), ranks=(4,), seconds=0.1, repeats=5),
+    Settings((PLAIN, "zb-h1"), ranks=(4, 8), seconds=0.05, repeats=7),
+    Settings((PLAIN, "zb-v"), ranks=(4,), seconds=0.1, repeats=7),
 )
 QUICK = (Settings(SCHEDULES, ranks=(2, 4), seconds=0.02, repeats=3),)
 
@@ -90,17 +89,10 @@ class Row:
 
 def main() -> None:
     options = vars(parser().parse_args())
-    file, planned = options.pop("json"), QUICK if options.pop("quick") else FULL
+    file, record = options.pop("json"), Record()
     if milliseconds := options.pop("milliseconds"):
         options["seconds"] = milliseconds / 1e3
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
-    }
-    plan = [evolve(planned[0], **given)] if given else planned
-    record = Record()
-    cases = [(settings, ranks) for settings in plan for ranks in settings.ranks]
-    measured = {case: measure(*case) for case in with_bar(cases, "pipelines")}
-    found = [(each, [row for ranks in each.ranks for row in measured[each, ranks]]) for each in plan]
+    found = rows_of(chosen(options, full=FULL, quick=QUICK), measure)
     print("\n".join(table(rows, settings) for settings, rows in found))
     record.end(file, runs=[{"settings": asdict(settings), "rows": list(map(asdict, rows))} for settings, rows in found])
 
