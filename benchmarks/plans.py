@@ -33,7 +33,8 @@ def chosen(options: dict[str, Any], *, full: Sequence[S], quick: Sequence[S]) ->
     given = {
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items() if value is not None
     }
-    return [evolve(plan[0], **given)] if given else plan
+    first: Any = plan[0]
+    return [evolve(first, **given)] if given else plan
 
 
 def rows_of(plan: Sequence[S], measure: Callable[[S, int], list[R]]) -> list[tuple[S, list[R]]]:
