@@ -14,28 +14,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from .agreement import largest, together
+from .agreement import largest
 from .ahead import Horizon, Line, Room, Wave
 from .chunks import first_is
 from .compat import (
     art_trainer_rank,
     check_shape,
     measures_memory,
-    norm_by,
-    places_in_model,
     presented_as_one_stage,
     refusal_of,
     selection,
-    world_is,
 )
 from .cutting import CutPlan
-from .gradients import made_equal, norm_over_stages
 from .groups import forward_group
 from .memory_watch import DeviceMemory, WaveMemory
 from .pace import best_length
@@ -43,11 +39,12 @@ from .publishing import PipelinedPublishing
 from .records import Records, materialized, replace, shifted, tensors_of
 from .reference import ReferenceTrainerRank
 from .runtime import Runtime, language_model
+from .slots_over_stages import PipelinedSlots
 from .stages import Group, Outputs, StageExecutor
 from .topology import Topology, check_supported
 
 
-class PipelinedForward:
+class PipelinedForward(PipelinedSlots):
     """What a pipelined trainer overrides; it stands in front of the trainer's own class.
 
     Over a model that is not cut into stages it changes nothing.
@@ -71,11 +68,9 @@ class PipelinedForward:
     host: type
     runtime: Any
     device: torch.device
-    stages: StageExecutor | None = None
     _deferred: Wave | None = None
     _line: Line | None = None
     _is_under_way = False  # whether windows were planned before, in the same loop
-    _changes = 0
 
     def __init__(
         self,
@@ -128,20 +123,6 @@ class PipelinedForward:
         wave = self._planned(lambda: run(inputs, **options))
         self.stages.check_planned_alike(wave.groups)
         return self._filled(wave, self.stages.forward(wave.groups))
-
-    def optim_step(self, **options: Any) -> dict[str, float]:
-        """As the trainer's own, once every backward that was called is complete; collective over all ranks."""
-        step: Callable[..., dict[str, float]] = super().optim_step  # type: ignore[misc]
-        if self.stages is not None:
-            self.stages.pipeline.flush()
-            self._changes += 1
-        return step(**options)
-
-    def zero_grad(self) -> None:
-        """As the trainer's own, after the backwards that the caller's backward calls stand for have all run."""
-        if self.stages is not None:
-            self.stages.pipeline.invalidate()
-        super().zero_grad()  # type: ignore[misc]
 
     def close(self) -> None:
         """Leave the pipeline; the trainer cannot run forwards any more."""
@@ -343,42 +324,6 @@ class PipelinedForward:
         with first_is(chunk, self.runtime.model):
             outputs = super()._forward_packed(group.items, group.prepared)  # type: ignore[misc]
         return [tensors_of(output) for output in outputs]
-
-    def _dynamic_optim_step(self, checkpoint_names: Sequence[str], **options: Any) -> dict[str, float]:
-        step: Callable[..., dict[str, float]] = super()._dynamic_optim_step  # type: ignore[misc]
-        if self.stages is None:
-            return step(checkpoint_names, **options)
-        places = places_in_model(self, checkpoint_names)
-        with norm_by(partial(norm_over_stages, places=places), step):
-            return step(checkpoint_names, **options)
-
-    def _reduce_dynamic_grads(self, params: Sequence[torch.nn.Parameter], **options: Any) -> Any:
-        reduced = super()._reduce_dynamic_grads(params, **options)  # type: ignore[misc]
-        return reduced if self.stages is None else made_equal(params, reduced)
-
-    def _guard_checkpoint_can_step(self, name: str) -> None:
-        guard = super()._guard_checkpoint_can_step  # type: ignore[misc]
-        if self.stages is None:
-            guard(name)
-        else:
-            together("optim_step", lambda: guard(name))
-
-    def _load_slot(self, *arguments: Any, **options: Any) -> int:
-        load = super()._load_slot  # type: ignore[misc]
-        if self.stages is None:
-            return int(load(*arguments, **options))
-        self.stages.pipeline.invalidate()  # what was given is finished under the weights that it began with
-        self._changes += 1
-        return int(together("loading a slot", lambda: load(*arguments, **options)))
-
-    def _validate_dynamic_slot_consistency(self, *arguments: Any, **options: Any) -> Any:
-        """Stages of unequal size hold different parts of a slot; the ranks of one stage must hold the same."""
-        validate = super()._validate_dynamic_slot_consistency  # type: ignore[misc]
-        if self.stages is None:
-            return validate(*arguments, **options)
-        stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        with world_is(stage, validate):
-            return together("loading a slot", lambda: validate(*arguments, **options))
 
     def _forward_memory_group(self) -> Any:
         """The ranks that run one data-parallel rank's forward together, those of all its stages."""
