@@ -90,8 +90,21 @@ def test_sizes_are_for_a_screen_and_numbers_are_readable(ranks: int, count: int,
     svg = ElementTree.fromstring(pe.as_svg(pe.build("1f1b", pe.StageGraph.chain(ranks, ranks), count)))
     assert float(svg.get("width") or 0) <= widest
     sizes = [float(text.get("font-size") or 0) for text in svg.iter(f"{SVG}text")]
-    assert min(sizes) >= 6.0
+    assert min(sizes) >= 6.5
     assert len(sizes) > 2 * ranks * count
+
+
+def test_a_block_too_narrow_for_a_readable_number_has_its_hint_alone() -> None:
+    costs = pe.Costs(weights=[60.0 if m != 7 else 1.0 for m in range(20)])
+    svg = pe.as_svg(pe.simulate(pe.build("1f1b", PAIR, 20), costs))
+    assert ">0F7: " in svg and ">7</text>" not in svg
+    assert svg.count(">8</text>") == 4
+
+
+def test_many_ranks_share_one_legend_of_all_their_colours() -> None:
+    svg = pe.as_svg(pe.build("1f1b", pe.StageGraph.chain(16, 16), 2))
+    legend = svg.partition("activations in flight</text>")[2].partition("rank 15</text>")[0]
+    assert ">rank 0</text>" in legend and len(set(re.findall("fill='(#[0-9a-f]+)'/>", legend))) == 16
 
 
 def test_a_scene_counts_what_is_held() -> None:

@@ -18,6 +18,7 @@ from pipeline_engine.plan.render.scene import KINDS, Block, Drawable, Scene, sce
 _LEFT, _RIGHT, _TOP = 70.0, 24.0, 46.0
 _TITLE, _AXIS, _GAP = 26.0, 30.0, 26.0
 _CURVE = 84.0
+_SMALLEST = 6.5  # pixels of a label; the hint of a block says what stands in a smaller one
 _FONT = "font-family='Inter, Helvetica, Arial, sans-serif'"
 
 
@@ -89,7 +90,7 @@ def _legend(scenes: Sequence[Scene]) -> Iterator[str]:
     for colour, word in [*entries, ("url(#idle)", "idle")]:
         yield f"<rect x='{x:.1f}' y='14' width='14' height='14' rx='2' fill='{colour}'/>"
         yield _text(x + 20, 25.5, word, size=12)
-        x += 44 + 6.4 * len(word)
+        x += 46 + 5.6 * len(word)
     if any(scene.layers > 1 for scene in scenes):
         yield _text(x, 25.5, "lighter: a rank's later stages", size=12, colour=palette.FAINT)
 
@@ -125,7 +126,7 @@ def _block(block: Block, layers: int, frame: _Frame, top: float, height: float) 
         f"rx='{min(2.0, width / 6):.1f}' fill='{colour}'><title>{hint}</title></rect>"
     )
     size = min(12.0, height * 0.6, (width - 2) / (0.58 * len(block.label)))
-    if size >= 5.5:
+    if size >= _SMALLEST:
         middle = top + height / 2 + size * 0.36
         yield _text(left + width / 2, middle, block.label, size=size, colour=palette.ink_on(colour), anchor="middle")
 
@@ -169,13 +170,21 @@ def _curve(points: Sequence[tuple[float, float]], rank: int, ranks: int) -> str:
 
 
 def _ranks_legend(ranks: int, x: float, y: float) -> Iterator[str]:
-    shown = range(ranks) if ranks <= 8 else (0, ranks - 1)
-    for rank in shown:
-        colour = palette.of_rank(rank, ranks)
-        yield f"<rect x='{x:.1f}' y='{y - 5.5:.1f}' width='14' height='3' fill='{colour}'/>"
-        word = f"rank {rank}" + (" to" if ranks > 8 and rank == 0 else "")
-        yield _text(x + 19, y, word, size=11, colour=palette.FAINT)
-        x += 30 + 6.4 * len(word)
+    """A line for each rank with its name, or for many ranks all their colours between the first and the last name."""
+    if ranks > 8:
+        yield _text(x, y, "rank 0", size=11, colour=palette.FAINT)
+        for rank in range(ranks):
+            yield _swatch(x + 42 + 96.0 * rank / ranks, y, 96.0 / ranks, palette.of_rank(rank, ranks))
+        yield _text(x + 146, y, f"rank {ranks - 1}", size=11, colour=palette.FAINT)
+        return
+    for rank in range(ranks):
+        yield _swatch(x, y, 14.0, palette.of_rank(rank, ranks))
+        yield _text(x + 19, y, f"rank {rank}", size=11, colour=palette.FAINT)
+        x += 68.4
+
+
+def _swatch(x: float, y: float, width: float, colour: str) -> str:
+    return f"<rect x='{x:.1f}' y='{y - 5.5:.1f}' width='{width:.1f}' height='3' fill='{colour}'/>"
 
 
 def _text(
