@@ -78,12 +78,10 @@ def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[torch.Tensor, 
 
 
 def encode_failure(failure: Failure) -> torch.Tensor:
-    """The only part of a notice of failure; texts are cut to what fits."""
+    """The only part of a notice of failure; texts are cut to what fits, also if each letter takes four bytes."""
     head = Failure(failure.rank, failure.doing[:200], failure.cause[:800], failure.traceback[-1600:])
-    description = pickle.dumps(head)
-    if ALIGNMENT + len(description) > FIRST_BYTES:  # letters of several bytes each
-        description = pickle.dumps(Failure(failure.rank, failure.doing[:200], failure.cause[:200], ""))
-    return _parts(_FAILURE, Stamp(0), Layout(description, ()), [], FIRST_BYTES)[0]
+    (notice,) = _parts(_FAILURE, Stamp(0), Layout(pickle.dumps(head), ()), [], FIRST_BYTES)
+    return notice
 
 
 def _parts(

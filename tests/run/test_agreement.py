@@ -71,6 +71,34 @@ def test_callers_who_did_different_things_find_out_at_the_flush() -> None:
     on_ranks(on_rank, 2, "gpipe")
 
 
+def skips(*numbers: int) -> Callable[[pe.Pipeline, list[pe.Yielded]], None]:
+    return lambda pipeline, items: [pipeline.skip(items[number]) for number in numbers][-1]
+
+
+def gives(*, retain_graph: bool) -> Callable[[pe.Pipeline, list[pe.Yielded]], None]:
+    return lambda pipeline, items: loss_of(items[0].outputs, 0).backward(retain_graph=retain_graph)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (skips(0), skips(1)),
+        (skips(0, 1, 2), skips(1, 0, 2)),
+        (gives(retain_graph=True), gives(retain_graph=False)),
+    ],
+    ids=["which", "in which order", "retaining"],
+)
+def test_deeds_that_move_nothing_are_compared_too(one: Any, other: Any) -> None:
+    """Which items were skipped, what came before the last deed, whether graphs are retained."""
+
+    def on_rank(rank: Rank) -> None:
+        (one, other)[rank.number](rank.pipeline, list(rank.pipeline.stream(batch([1, 1, 1]))))
+        with pytest.raises(pe.UsageError, match="ranks disagree on the history of call 0: rank 0 has 'stream: "):
+            rank.pipeline.flush()
+
+    on_ranks(on_rank)
+
+
 def test_every_rank_is_told_the_same_of_several_disagreements() -> None:
     def on_rank(transport: Transport) -> str:
         word = {f"thing {number}": transport.rank for number in range(20)}

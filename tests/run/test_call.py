@@ -158,6 +158,22 @@ def check_sum(rank: Rank, orders: dict[tuple[int, ...], object]) -> None:
             torch.testing.assert_close(parameter.grad, sum(part[name] for part in parts), rtol=1e-5, atol=1e-4)
 
 
+def test_a_call_that_does_what_another_did_before_it_may_do_something_else_then() -> None:
+    """The forward asks first for what the stream asks for next: known by then, unlike what the stream does after it."""
+
+    def on_rank(rank: Rank) -> None:
+        items = rank.pipeline.stream(batch(ROWS))
+        item = next(items)
+        rank.pipeline.forward(batch(ROWS))
+        for following in items:
+            loss_of(item.outputs, item.index).backward()
+            item = following
+        loss_of(item.outputs, item.index).backward()
+        rank.check_gradients(range(5), ROWS)
+
+    on_ranks(on_rank)
+
+
 @pytest.mark.parametrize("schedule", pe.SCHEDULES)
 def test_a_stream_may_run_between_a_forward_and_its_backward(schedule: str) -> None:
     """With messages of two parts, whose second parts must not be taken for each other's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,9 +39,19 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     numbers = torch.randint(0, 3, shape, generator=generator).to(dtype)
-    if numbers.dim() == 2 and draw(st.booleans()):
-        numbers = numbers.T
-    return numbers
+    return draw(st.sampled_from(list(LAID_OUT.values())))(numbers)
+
+
+LAID_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda numbers: numbers,
+    "transposed": lambda numbers: numbers.transpose(0, -1) if numbers.dim() else numbers,
+    "with gaps": lambda numbers: numbers[..., ::2] if numbers.dim() else numbers,
+    "expanded": lambda numbers: numbers[:1].expand(numbers.shape) if numbers.dim() and len(numbers) else numbers,
+    "conjugate": torch.conj,
+    "negative": lambda numbers: torch._neg_view(numbers) if numbers.dtype == torch.float32 else numbers,
+    "zeros without memory": lambda numbers: torch._efficientzerotensor(numbers.shape),
+}
+"""How a tensor may stand in memory, or not stand there as what it is."""
 
 
 def arrive(parts: tuple[torch.Tensor, ...], stamp: Stamp) -> Arrived:
@@ -56,7 +67,7 @@ def arrive(parts: tuple[torch.Tensor, ...], stamp: Stamp) -> Arrived:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flatten().view(torch.uint8)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).flatten().view(torch.uint8)
 
 
 @given(st.lists(tensors(), max_size=4), st.integers(0, 1000))
@@ -101,6 +112,21 @@ def test_what_arrives_may_be_changed_in_place_without_touching_its_neighbours() 
     version = second._version
     first.mul_(2)
     assert not first._is_view() and (second._version, second.tolist()) == (version, [1] * 5)
+
+
+@pytest.mark.parametrize("short", range(0, 2 * ALIGNMENT, 8))
+def test_every_part_fits_the_receive_that_is_posted_for_it(short: int) -> None:
+    cargo = Cargo.of(torch.ones(wire.FIRST_BYTES // 4))
+    (whole,) = wire.encode_cargo(cargo, Stamp(0), limit=10**6)
+    limit = whole.numel() - short
+    first, *second = wire.encode_cargo(cargo, Stamp(0), limit)
+    assert first.numel() <= limit and len(second) == (short > 0)
+
+
+def test_a_small_tensor_does_not_hold_the_message_that_it_came_in() -> None:
+    (message,) = wire.encode_cargo(Cargo.of([torch.ones(3), torch.ones(5)]), Stamp(0))
+    small, _ = Arrived.opened(message, Stamp(0)).cargo().leaves
+    assert small.untyped_storage().nbytes() == small.numel() * 4
 
 
 def test_another_microbatch_than_expected_is_refused() -> None:
