@@ -32,7 +32,7 @@ class Fault(Enum):
     TRUNCATE = "truncate"
     """Its end is missing."""
     DROP = "drop"
-    """It is not sent."""
+    """It is not sent.  Over gloo a larger one that comes in its place may end the receiver's process."""
     CLOSE = "close"
     """This rank's transport closes in its place."""
     FAIL = "fail"

@@ -81,6 +81,23 @@ def test_a_stage_sees_the_callers_modes_in_its_forward_and_in_its_backward() -> 
     on_ranks(on_rank, 3, "1f1b", Witness)
 
 
+def test_a_backward_casts_as_its_ask_did_whatever_the_caller_is_set_to_by_then() -> None:
+    def casting(dtype: torch.dtype | None) -> torch.autocast:
+        return torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def on_rank(rank: Rank) -> None:
+        items, asked = rank.pipeline.stream(batch([2] * 4)), []
+        for dtype in (torch.bfloat16, None, torch.float16, torch.bfloat16):
+            with casting(dtype):
+                asked.append(now())
+                item = next(items)
+            with casting(torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
+                loss_of(item.outputs.float(), item.index).backward()
+        assert rank.stage.seen == [modes for modes in asked for _ in ("forward", "backward")]
+
+    on_ranks(on_rank, 1, "1f1b", Witness)
+
+
 def test_what_the_caller_changes_in_his_loop_holds_for_the_forwards_that_come_then() -> None:
     def on_rank(rank: Rank) -> None:
         SLOT.set("student")

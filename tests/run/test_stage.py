@@ -133,6 +133,17 @@ def test_dicts_constants_and_leaves_of_every_dtype_cross_a_cut() -> None:
     check_cut((first, second))
 
 
+def test_each_of_several_outputs_of_one_operation_gets_its_own_gradient() -> None:
+    check_cut((lambda p, x: (x * p).unbind(), lambda p, rows: rows[0] * p + 2 * rows[2]))
+
+
+def test_of_several_outputs_in_the_callers_hands_each_gets_its_own_gradient_or_none() -> None:
+    def last(p: torch.Tensor, x: torch.Tensor) -> Any:
+        return [torch.arange(WIDTH), x * 2, x * p, x * 3]
+
+    check_cut((lambda p, x: x * p, last), lambda y: (y[0] * y[1]).sum() + y[3].square().sum())
+
+
 class Cut(torch.autograd.Function):
     """Hands on, and has no gradient."""
 
