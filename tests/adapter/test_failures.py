@@ -81,6 +81,8 @@ def out_of_memory(play: Play, culprit: bool) -> None:
 
 def out_of_memory_ahead(play: Play, culprit: bool) -> None:
     """A rank that has its window already hears of it in its step."""
+    for _ in play.windows(play.requests(6)):  # after a loop that went wrong windows are planned one at a time
+        pass
     own = 0 if parallel_state.is_pipeline_last_stage() else 1  # the last stage runs nothing ahead
     with failing(play, at=own if culprit else -1, error=torch.cuda.OutOfMemoryError):
         next(play.windows(play.requests(6)))
