@@ -151,7 +151,7 @@ class Accord:
             self.transport.fail(failure_of(self.transport.rank, self.doing.place, error))
         self.transport.has_raised = True
         self._why_failed = self._why_failed or f"{_named(error)}{error}"
-        self.doing.meeting = ""
+        self.doing.has_failed = True
         for call in self.calls:
             call.abandon(f"the pipeline failed with {type(error).__name__}")
         self.calls.clear()

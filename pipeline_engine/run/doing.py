@@ -45,6 +45,8 @@ class Doing:
         wanted: number of the call and place in it of the item that he waits for, if he waits for one.
         action: what is being performed, if anything is.
         meeting: where all ranks are being waited for, if they are.
+        has_failed: whether what it performed or waited for has raised.  The record stays as it was then until the next
+            call: other ranks, whose waits take too long at the same moment, may be about to ask for it.
     """
 
     calls: int = 0
@@ -53,25 +55,28 @@ class Doing:
     wanted: tuple[int, int] | None = None
     action: Action | None = None
     meeting: str = ""
+    has_failed: bool = False
 
     def begin(self, entry: str) -> None:
         """The caller makes a call."""
         self.calls += 1
         self.entry, self.item = entry, -1
+        self.action, self.meeting, self.has_failed = None, "", False
 
     @contextmanager
     def meets(self, where: str) -> Iterator[None]:
         """All ranks are being waited for."""
         self.meeting = where
         yield
-        self.meeting = ""  # and it stays if the wait ends with an error, which is being reported
+        self.meeting = ""  # and it stays if the wait ends with an error, see has_failed
 
     def state(self) -> bytes:
         """The record as others are told."""
         action = self.action
         waits_for = action.from_rank if isinstance(action, WaitRecv) else None
         waits_for = action.to_rank if isinstance(action, WaitSend) else waits_for
-        state = State(self.calls, self.entry, self._in_words(), self.meeting or waits_for, self._is_idle())
+        words = self._in_words() + self.has_failed * ", which has raised"
+        state = State(self.calls, self.entry, words, self.meeting or waits_for, self._is_idle(), self.has_failed)
         return json.dumps(asdict(state)).encode()
 
     def _is_idle(self) -> bool:
@@ -80,6 +85,11 @@ class Doing:
     @property
     def place(self) -> str:
         """Where this rank is: in an action, a meeting, or the caller's code."""
+        return "the caller's code" if self.has_failed else self._last_place
+
+    @property
+    def _last_place(self) -> str:
+        """The same, and after an error where that was."""
         if self.meeting:
             return self.meeting
         if (action := self.action) is not None:
@@ -90,9 +100,9 @@ class Doing:
         return (
             f"waits for all ranks: {self.meeting}"
             if self.meeting
-            else f"in {self.place}"
+            else f"in {self._last_place}"
             if self._is_idle()
-            else self.place
+            else self._last_place
         )
 
 
@@ -105,6 +115,7 @@ class State:
     words: str
     waits_for: int | str | None
     is_idle: bool
+    has_failed: bool = False
 
     def __str__(self) -> str:
         return f"call {self.calls} ({self.entry})   {self.words}"
@@ -132,6 +143,8 @@ def _causes(states: Mapping[int, State], num_ranks: int) -> Iterator[str]:
         if rank not in states:
             yield f"rank {rank} gives no answer: its process is stopped, or one long call holds its interpreter"
     for rank, state in states.items():
+        if state.has_failed:
+            continue
         if state.is_idle:
             yield f"rank {rank} is {state.words}"
         elif state.waits_for is None:

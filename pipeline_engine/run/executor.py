@@ -120,9 +120,9 @@ class Executor:
                 performed += 1
         except BaseException as error:
             self._tell(error, program[performed:])
+            self.doing.has_failed = True
             raise
-        finally:
-            self.doing.action = None
+        self.doing.action = None
 
     def _perform(self, action: Action) -> None:
         match action:

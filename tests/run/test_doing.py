@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -41,6 +42,22 @@ def test_a_record_says_where_its_rank_is() -> None:
     assert b'"waits_for": 0' in doing.state()
 
 
+def test_a_record_stays_after_an_error_until_the_next_call() -> None:
+    doing = Doing()
+    doing.begin("flush")
+    with suppress(pe.DeadlineError), doing.meets("agreement on flush"):
+        raise pe.DeadlineError
+    doing.has_failed = True
+    assert b"waits for all ranks: agreement on flush, which has raised" in doing.state()
+    assert doing.place == "the caller's code"
+    doing.begin("stream")
+    doing.action = Forward(0, 1)
+    doing.has_failed = True
+    assert b"0F1 (forward of stage 0, microbatch 1), which has raised" in doing.state()
+    doing.begin("flush")
+    assert b"in the caller's code" in doing.state() and b"raised" not in doing.state()
+
+
 def test_the_table_has_a_line_for_each_rank_and_the_likely_cause() -> None:
     waits = State(2, "stream", "recv:x[0,1]<0", 0, is_idle=False)
     works = State(2, "stream", "0F1 (forward of stage 0, microbatch 1)", None, is_idle=False)
@@ -50,6 +67,9 @@ def test_the_table_has_a_line_for_each_rank_and_the_likely_cause() -> None:
         "likely cause: rank 0 takes long for 0F1 (forward of stage 0, microbatch 1)."
     )
     assert "cause" not in table({0: waits, 1: waits}, 2)
+    raised = State(2, "stream", "recv:x[0,1]<0, which has raised", None, is_idle=False, has_failed=True)
+    assert table({0: works, 1: raised}, 2).endswith("\nlikely cause: rank 0 takes long for " + works.words + ".")
+    assert "cause" not in table({0: waits, 1: raised}, 2)
 
 
 def dawdle(transport: Transport, linger: Any, go: Any) -> str:
@@ -90,7 +110,7 @@ def test_a_rank_that_lingers_in_the_callers_code_is_named_at_the_deadline_on_eve
         assert f"within {SHORT} seconds; waiting for rank" in said
         assert "\nrank 0   call 2 (stream)   " in said
         assert "\nrank 1   call 2 (stream)   in the caller's code since microbatch 3\n" in said
-        assert "\nrank 2   call 3 (flush)   waits for all ranks: agreement on flush\n" in said
+        assert "\nrank 2   call 3 (flush)   waits for all ranks: agreement on flush" in said
         assert "\nlikely cause: rank 1 is in the caller's code since microbatch 3; rank 0 performed 2 calls, " in said
 
 
