@@ -175,6 +175,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="2 and 4 ranks, few repeats: within 90 seconds")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--deaths", type=int, default=20)
@@ -185,6 +186,8 @@ def main() -> None:
         *numbers, folder = given.rank
         live(*map(int, numbers), folder=folder)
         return
+    if given.quick:
+        given.ranks, given.repeats, given.deaths = [2, 4], 10, 3
     print("| ranks | fault | repeats | median, ms | 95th percentile, ms | most, ms | usable again after, ms (most) |")
     print("|---|---|---|---|---|---|---|")
     figures = []

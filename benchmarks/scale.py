@@ -1,11 +1,13 @@
 """Scale: seconds and memory for plans of many ranks and microbatches, and what the replica costs at each event.
 
-``python -m benchmarks.scale`` prints a table of all cases; with names of cases, of these only.  Each case runs in a
-process of its own.  The page is scale.md.
+``python -m benchmarks.scale`` prints a table of all cases.  Each case runs in a process of its own.
+
+The page is scale.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,7 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from attrs import frozen
 
@@ -63,6 +66,9 @@ CASES = {
     "events-interleaved": Case("one rank", "interleaved", 8, 64),
     "events-zb-v": Case("one rank", "zb-v", 8, 64),
 }
+
+
+QUICK = [name for name in CASES if name not in ("full-256", "stream-1024")]
 
 
 class Stopwatch:
@@ -133,19 +139,35 @@ _PARTS: dict[str, Callable[[Case, Stopwatch], int]] = {
 }
 
 
-def main(names: list[str]) -> None:
-    """Run cases one after the other and print a table."""
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="without the two largest: within 90 seconds")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure as data")
+    parser.add_argument("--here", choices=list(CASES), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.here:
+        print(json.dumps(run(CASES[given.here])))
+        return
     print(f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     print("| case | schedule | ranks x microbatches | actions or events | seconds (processor) | peak GiB | us each |")
     print("|---|---|---|---|---|---|---|")
-    for name in with_bar(names or list(CASES), "cases"):
-        say(_row(name))
+    figures = {}
+    for name in with_bar(QUICK if given.quick else given.cases, "cases"):
+        figures[name] = _in_its_own_process(name)
+        say(_row(name, figures[name]))
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def _row(name: str) -> str:
-    case = CASES[name]
+def _in_its_own_process(name: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.scale", "--here", name]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
+
+
+def _row(name: str, found: dict[str, Any]) -> str:
+    case = CASES[name]
     wall, busy = (sum(part[i] for part in found["parts"].values()) for i in (0, 1))
     parts = ", ".join(f"{part} {seconds[1]:.2f}" for part, seconds in found["parts"].items())
     return (
@@ -155,7 +177,4 @@ def _row(name: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--here"]:
-        print(json.dumps(run(CASES[sys.argv[2]])))
-    else:
-        main(sys.argv[1:])
+    main()

@@ -239,11 +239,14 @@ def row(figures: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of each: within 90 seconds")
     parser.add_argument("--soaks", nargs="+", type=Soak.parse, default=[Soak(3, 20_000), Soak(8, 4_000)])
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.quick:
+        given.soaks = [Soak(3, 2_000), Soak(8, 400)]
     record = Record()
     found = [each.run(given.schedule, given.seed) for each in with_bar(given.soaks, "pipelines")]
     print(markdown(HEADS, map(row, found)))
