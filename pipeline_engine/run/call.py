@@ -104,6 +104,11 @@ class Call:
         if again:
             self._play("give_again", again)
 
+    def resume(self) -> None:
+        """The caller is in a loop over this call's items."""
+        self._check_may_go_on()
+        self.is_running = True
+
     def announce(self, count: int) -> None:
         """So many more microbatches are there, in a call that grows."""
         self._check_may_go_on()
@@ -154,6 +159,7 @@ class Call:
         """
         if self.is_over:
             return
+        self.is_running = False  # though some of its outputs may stay open
         self._expect_no_more_of(set(range(len(self.order))).difference(self.given, keep))
         if not self._why_left:
             self._why_left = why

@@ -63,7 +63,7 @@ class Waves:
         self._check_open()
         if not self._sizes:
             raise UsageError("there is no wave to take: add one before.")
-        self._call.is_running = True
+        self._call.resume()
         first = self._taken[-1].stop if self._taken else 0
         self._taken.append(range(first, first + self._sizes.popleft()))
         return [self._call.ask(microbatch) for microbatch in self._taken[-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,6 +162,36 @@ def test_a_stream_that_was_flushed_hands_out_nothing_more() -> None:
             next(items)
         loss_of(item.outputs, 0).backward()
         rank.check_gradients([0], ROWS)
+
+    on_ranks(on_rank, keep_open=True)
+
+
+def begin_stream(rank: Rank) -> tuple[Any, Callable[[], object]]:
+    items = rank.pipeline.stream(batch(ROWS))
+    return next(items).outputs, lambda: next(items)
+
+
+def begin_waves(rank: Rank) -> tuple[Any, Callable[[], object]]:
+    waves = rank.pipeline.waves()
+    for row in ROWS:
+        waves.add(batch([row]))
+    return waves.take()[0], waves.take
+
+
+@pytest.mark.parametrize("begin", [begin_stream, begin_waves])
+def test_a_loop_that_was_flushed_in_the_middle_stands_in_the_way_of_no_call(
+    begin: Callable[[Rank], tuple[Any, Callable[[], object]]],
+) -> None:
+    def on_rank(rank: Rank) -> None:
+        output, go_on = begin(rank)
+        rank.pipeline.flush()
+        rank.train(ROWS)
+        with pytest.raises(pe.UsageError, match="cannot go on: it ended when the pipeline was flushed"):
+            go_on()
+        rank.train(ROWS)
+        loss_of(output, 0).backward()
+        rank.pipeline.flush()
+        assert not rank.pipeline._accord.calls
 
     on_ranks(on_rank, keep_open=True)
 
