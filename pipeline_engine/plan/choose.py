@@ -15,12 +15,13 @@ from attrs import evolve, frozen
 from pipeline_engine.errors import ScheduleError
 from pipeline_engine.plan.graph import StageGraph
 from pipeline_engine.plan.limit import refitted
-from pipeline_engine.plan.order import best_start, in_order, search, weights_of
+from pipeline_engine.plan.order import in_order, weights_of
 from pipeline_engine.plan.outline import Outline, PerStage, of_stage
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.schedules import SCHEDULES, build
+from pipeline_engine.plan.search import Judged, Search
 from pipeline_engine.plan.simulate import Costs, Timeline, peak_in_flight, simulate
-from pipeline_engine.plan.starts import Order
+from pipeline_engine.plan.starts import Order, SimpleOrders
 
 _SEARCHED = 5
 _SIMULATED = 3
@@ -51,13 +52,10 @@ class Choice:
 @frozen(eq=False)
 class _Candidate:
     schedule: Schedule
-    outline: Outline
-    judged: tuple[float, float]  # bytes over the budget, expected makespan
+    max_in_flight: int
+    search: Search
+    judged: Judged
     order: Order
-
-    @property
-    def max_in_flight(self) -> int:
-        return _most_in_flight(self.schedule)
 
 
 def best_schedule(
@@ -89,12 +87,12 @@ def best_schedule(
     weights = weights_of(costs, count)
     of_stage(activation_bytes, graph.last_stage)
     tried = _tried(_fitting(graph, count, schedules), costs, activation_bytes, weights, memory_budget)
-    searched = [_searched(candidate, weights, memory_budget) for candidate in tried[:_SEARCHED]]
+    searched = [_searched(candidate) for candidate in tried[:_SEARCHED]]
     searched.sort(key=lambda candidate: candidate.judged)
     if searched[0].judged[0] > 0:
         raise ScheduleError(_too_little(searched[0], memory_budget))
     best, timeline = _best_simulated([each for each in searched if each.judged[0] == 0], costs)
-    peak = best.outline.peak([weights[m] for m in best.order])
+    peak = best.search.outline.peak([weights[m] for m in best.order])
     reason = _reason(best, timeline, peak, memory_budget, weights, searched)
     return Choice(best.schedule, best.order, best.max_in_flight, peak, timeline, reason)
 
@@ -122,14 +120,15 @@ def _tried(
     memory_budget: float,
 ) -> list[_Candidate]:
     """Every schedule with every number in flight and its best simple order, the most promising first."""
-    tried = []
+    tried, simple = [], SimpleOrders(weights)
     for schedule in schedules:
         for limited in _with_limits(schedule, saving=memory_budget < math.inf):
             try:
                 outline = Outline.of(limited, costs, activation_bytes)
             except ScheduleError:  # with this number in flight the programs cannot go through
                 continue
-            tried.append(_Candidate(limited, outline, *best_start(outline, weights, memory_budget)))
+            search = Search(outline, simple, memory_budget)
+            tried.append(_Candidate(limited, _most_in_flight(limited), search, *min(search.starts)))
     return sorted(tried, key=lambda candidate: (candidate.judged, candidate.max_in_flight))
 
 
@@ -153,8 +152,8 @@ def _best_simulated(searched: Sequence[_Candidate], costs: Costs) -> tuple[_Cand
     return best, timeline
 
 
-def _searched(candidate: _Candidate, weights: Sequence[float], memory_budget: float) -> _Candidate:
-    judged, order = search(candidate.outline, weights, memory_budget)
+def _searched(candidate: _Candidate) -> _Candidate:
+    judged, order = candidate.search.best()
     return evolve(candidate, judged=judged, order=order)
 
 
@@ -178,7 +177,7 @@ def _reason(
     weights: Sequence[float],
     searched: Sequence[_Candidate],
 ) -> str:
-    as_packed = best.outline.makespan(weights)
+    as_packed = best.search.outline.makespan(weights)
     words = [
         f"{best.schedule.name} with {best.max_in_flight} in flight: {timeline.makespan:.4g} s and "
         f"{timeline.bubble:.1%} idle expected",

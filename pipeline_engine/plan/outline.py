@@ -33,6 +33,7 @@ from pipeline_engine.plan.actions import (
     makes,
     needs,
 )
+from pipeline_engine.plan.bounds import Bound
 from pipeline_engine.plan.schedule import Schedule
 from pipeline_engine.plan.simulate import Costs
 from pipeline_engine.plan.values import Channel, Output, OutputGrad, Value, channel_of
@@ -65,6 +66,7 @@ class Outline:
     schedule: Schedule
     window: int
     whole_bytes: float
+    _rows: Sequence[_Row] = field(repr=False)  # and their columns
     _befores: tuple[int, ...] = field(repr=False)
     _senders: tuple[int, ...] = field(repr=False)
     _places: _Pick = field(repr=False)
@@ -74,6 +76,7 @@ class Outline:
     _lasts: _Pick = field(repr=False)  # of all ends those of each rank's last row
     _starts: tuple[int, ...] = field(repr=False)  # for each place the number of rows that no later place touches
     _memory: tuple[tuple[_Pick, tuple[float, ...]], ...] = field(repr=False)
+    _shapes: tuple[tuple[float, ...], ...] = field(repr=False)  # amounts that a rank holds at once, the largest first
 
     @staticmethod
     def of(schedule: Schedule, costs: Costs, activation_bytes: PerStage = 1.0) -> Outline:
@@ -126,9 +129,43 @@ class Outline:
             end.append((start if start > arrival else arrival) + duration)
         return end
 
+    def longest_path(self, weights: Sequence[float], ends: Sequence[float]) -> Bound:
+        """The rows on which the makespan hangs, summed up by place; ``ends`` are what it found for ``weights``."""
+        scale = (*weights, 1.0)
+        rates = [0.0] * len(scale)
+        row = max(map(int, self._lasts(range(len(ends)))), key=lambda last: ends[last], default=0)
+        while row:
+            before, sender, place, seconds, latency, travel = self._rows[row - 1]
+            rates[place] += seconds
+            if ends[before] >= ends[sender] + (latency + travel * scale[place]):
+                row = before
+            else:
+                rates[place] += travel
+                rates[-1] += latency
+                row = sender
+        return tuple(rates)
+
     def peak(self, weights: Sequence[float]) -> float:
         """Bytes held at most on any rank, with ``weights`` by place in the order."""
         return max(map(max, self._held(weights)), default=0.0)
+
+    def fullest_moment(self, weights: Sequence[float]) -> Bound:
+        """What is held, by place, when ``peak`` is reached."""
+        held = [[*each] for each in self._held(weights)]
+        fullest, (places, amounts) = max(zip(held, self._memory, strict=True), key=lambda each: max(each[0]))
+        until = fullest.index(max(fullest)) + 1
+        rates = [0.0] * (len(weights) + 1)
+        for place, amount in zip(places(range(len(weights)))[:until], amounts[:until], strict=True):
+            rates[int(place)] += amount
+        return tuple(rates)
+
+    def peaks_of_any_order(self, weights: Sequence[float]) -> tuple[float, float]:
+        """Bytes that lie below the ``peak`` of every order of these weights, and above it."""
+        rising = sorted(weights)
+        falling = rising[::-1]
+        lows = (sum(map(mul, shape, rising)) for shape in self._shapes)
+        highs = (sum(map(mul, shape, falling)) for shape in self._shapes)
+        return max(lows, default=0.0), max(highs, default=0.0)
 
     def _held(self, weights: Sequence[float]) -> Iterator[Iterator[float]]:
         """For each rank the bytes that it holds after each of its forwards and backwards."""
@@ -156,6 +193,7 @@ def _outline(schedule: Schedule, costs: Costs, activation_bytes: tuple[float, ..
         schedule,
         math.ceil(sum(fullest.values()) / whole_bytes) if whole_bytes else 0,
         whole_bytes,
+        rows,
         befores,
         senders,
         _picking(places),
@@ -165,6 +203,7 @@ def _outline(schedule: Schedule, costs: Costs, activation_bytes: tuple[float, ..
         _picking(sorted(set(range(1, len(rows) + 1)).difference(befores))),
         _first_rows(places, schedule.num_microbatches),
         tuple((_picking(each), amounts) for each, amounts in memory),
+        tuple({tuple(sorted(peak.values(), reverse=True)) for steps in memory for peak in _peaks(*steps)}),
     )
 
 

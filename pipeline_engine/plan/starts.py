@@ -13,11 +13,41 @@ ones: small ones belong at both ends.  Where memory is short, small ones must st
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain, cycle, product
+
+from attrs import frozen
 
 Order = tuple[int, ...]
 """For each place in a schedule the microbatch that stands there."""
+
+
+@frozen(eq=False, slots=False)
+class SimpleOrders:
+    """All simple orders of these weights; what suits every schedule is worked out once."""
+
+    weights: Sequence[float]
+
+    @cached_property
+    def plain(self) -> list[Order]:
+        return _different(starts(self.weights))
+
+    @cached_property
+    def frugal(self) -> list[Order]:
+        return _different(frugal_starts(self.weights))
+
+    @cached_property
+    def valleys(self) -> list[Order]:
+        return _different(valley_starts(self.weights))
+
+    def fitted(self, window: int, allowed: float) -> list[Order]:
+        return _different(fitted_starts(self.weights, window, allowed))
+
+
+def _different(orders: Iterable[Order]) -> list[Order]:
+    """Each order once."""
+    return list(dict.fromkeys(orders))
 
 
 def starts(weights: Sequence[float]) -> Iterator[Order]:
