@@ -246,7 +246,8 @@ class Executor:
             return None
         if state := self._random_states.get((stage, microbatch)):
             return state
-        self._random_states[stage, microbatch] = RandomState.now()
+        if self.doing.wanted != (self.call, microbatch):  # else it is yielded before anything can be invalidated
+            self._random_states[stage, microbatch] = RandomState.now()
         return None
 
     def _following(self, stage: int, microbatch: int) -> AbstractContextManager[object]:

@@ -66,15 +66,20 @@ def number_of(channel: Channel) -> int:
     return zlib.crc32(str(channel).encode())
 
 
-def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[torch.Tensor, ...]:
-    """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards."""
+def encode_cargo(
+    cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES, spare: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards.
+
+    ``spare`` is an old message that nobody reads any more: one of the same length is written over it.
+    """
     tensors = [leaf for leaf in (*cargo.leaves, *cargo.randomness) if isinstance(leaf, torch.Tensor)]
-    return _parts(_CARGO, stamp, layout_of_cargo(cargo), tensors, limit)
+    return _parts(_CARGO, stamp, layout_of_cargo(cargo), tensors, limit, spare)
 
 
-def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[torch.Tensor, ...]:
-    """The parts of a message with the gradients of a cargo; absent ones cost nothing."""
-    return _parts(_GRADS, stamp, layout_of_grads(grads), [grad for grad in grads if grad is not None], limit)
+def encode_grads(grads: Grads, stamp: Stamp, limit: int, spare: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """The parts of a message with the gradients of a cargo, as ``encode_cargo``; absent ones cost nothing."""
+    return _parts(_GRADS, stamp, layout_of_grads(grads), [grad for grad in grads if grad is not None], limit, spare)
 
 
 def encode_failure(failure: Failure) -> torch.Tensor:
@@ -85,10 +90,18 @@ def encode_failure(failure: Failure) -> torch.Tensor:
 
 
 def _parts(
-    kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int
+    kind: int,
+    stamp: Stamp,
+    layout: Layout,
+    tensors: list[torch.Tensor],
+    limit: int,
+    spare: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     description, total = layout.description, layout.total
-    message = torch.empty(total + _TAIL.size, dtype=torch.uint8, device="cpu")
+    if spare is not None and spare.numel() == total + _TAIL.size:
+        message = spare
+    else:
+        message = torch.empty(total + _TAIL.size, dtype=torch.uint8, device="cpu")
     start = message.data_ptr()
     for (shape, place, size), tensor in zip(layout.tensors, tensors, strict=True):
         if size <= _SMALL and _is_plain(tensor, shape):

@@ -76,6 +76,32 @@ def test_messages_of_two_calls_on_one_channel_keep_apart() -> None:
     run_ranks_in_threads(on_rank, 2)
 
 
+def test_a_message_is_written_over_one_that_has_left_and_over_no_other() -> None:
+    """The second is read only after the third has been written over the first, of the same length."""
+    values = [Activation(0, number) for number in range(3)]
+
+    def on_rank(transport: Transport) -> list[int]:
+        assert isinstance(transport, MemoryTransport)
+        noting = NotesWhereMessagesStand(transport)
+        mailbox, _ = two_mailboxes(noting)
+        if transport.rank == 0:
+            for number in range(2):
+                mailbox.send(values[number], 1, numbers(number, 5))
+            mailbox.wait_send(values[0], 1)
+            mailbox.send(values[2], 1, numbers(2, 5))
+        else:
+            mailbox.post(values[0], 0, wire.FIRST_BYTES)
+            assert mailbox.take(values[0], 0).cargo().tree().tolist() == [0.0] * 5
+        transport.exchange(b"", deadline=DEADLINE)
+        for number in (1, 2) if transport.rank == 1 else ():
+            mailbox.post(values[number], 0, wire.FIRST_BYTES)
+            assert mailbox.take(values[number], 0).cargo().tree().tolist() == [float(number)] * 5
+        return noting.places
+
+    (first, second, third), _ = run_ranks_in_threads(on_rank, 2)
+    assert third == first != second
+
+
 def test_a_notice_of_failure_takes_the_place_of_every_message_that_is_owed() -> None:
     failure = failure_of(0, "0F3 (forward of stage 0, microbatch 3)", ZeroDivisionError("boom"))
 
@@ -145,6 +171,18 @@ class Meddling(Transport):
 def stamp_of(channel: Channel, count: int, microbatch: int) -> Stamp:
     """Of the message that is the ``count``-th on its channel, counted from 1, for any microbatch."""
     return Stamp(microbatch, channel=wire.number_of(channel), place=count - 1)
+
+
+class NotesWhereMessagesStand(Meddling):
+    """Meddles with nothing; keeps in which memory each message stood."""
+
+    def __init__(self, inner: MemoryTransport) -> None:
+        super().__init__(inner)
+        self.places: list[int] = []
+
+    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+        self.places.append(message.data_ptr())
+        return message
 
 
 class DropsAGradient(Meddling):

@@ -17,7 +17,7 @@ import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 from time import monotonic
 
 import torch
@@ -163,7 +163,8 @@ class _Backlog:
     """What is still to be written to one socket, in order."""
 
     _socket: socket.socket
-    _changed: Condition = Factory(Condition)
+    _lock: RLock = Factory(RLock)  # taken by itself, not through its condition, as the watchdog's is
+    _changed: Condition = Factory(lambda self: Condition(self._lock), takes_self=True)
     _waiting: deque[bytes] = Factory(deque)
     _count: int = 0  # frames that were ever put here
     _written: int = 0
@@ -171,7 +172,7 @@ class _Backlog:
 
     def send(self, frame: bytes) -> int:
         """Write a frame, now or later; its number."""
-        with self._changed:
+        with self._lock:
             self._count += 1
             if self.is_writing:
                 return self._count  # torn, and nobody could read what comes behind
@@ -189,12 +190,12 @@ class _Backlog:
     def wait(self, number: int, over: Callable[[], bool], deadline: float) -> bool:
         """Block until frame ``number`` is with the kernel, or ``over``, or the deadline; whether it is."""
         if self._written < number:
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: self._written >= number or over(), min(deadline, 1e6))
         return self._written >= number
 
     def wake(self) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
 
     def _push(self, frame: bytes) -> bytes:
@@ -210,7 +211,7 @@ class _Backlog:
         while self._waiting:
             with suppress(OSError, ValueError):
                 select.select([], [self._socket], [], 1.0)
-            with self._changed:
+            with self._lock:
                 self._write_on()
 
     def _write_on(self) -> None:
