@@ -94,7 +94,7 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, handle: Handle, *, deadline: float) -> None:
-        """Block until the message has been moved.
+        """Block until the message has been moved; afterwards the memory of one that was sent may be written over.
 
         Raises:
             PeerFailedError: a rank failed, or the connection to the peer was lost.
