@@ -59,6 +59,7 @@ class Settings:
     microbatches: int
     forward: float
     backward: float
+    awake: bool = False
 
     def simulated(self, key: Key, ranks: int) -> float:
         """Makespan of one step if nothing but the sleeping took time."""
@@ -81,6 +82,7 @@ FULL = (
     Settings(DRIVERS, BOTH, repeats=7, ranks=(2, 4, 8), microbatches=16, forward=0.02, backward=0.04),
     Settings(("stream", "torch"), BOTH, repeats=7, ranks=(2, 4, 8), microbatches=32, forward=0.02, backward=0.04),
     Settings(("stream", "torch"), BOTH, repeats=7, ranks=(4, 8), microbatches=16, forward=0.05, backward=0.1),
+    Settings(DRIVERS, BOTH, repeats=7, ranks=(2,), microbatches=16, forward=0.02, backward=0.04, awake=True),
 )
 QUICK = (Settings(DRIVERS, ("1f1b",), repeats=3, ranks=(2, 4), microbatches=16, forward=0.02, backward=0.04),)
 
@@ -117,6 +119,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--microbatches", type=int, metavar="M")
     made.add_argument("--forward", type=float, metavar="SECONDS", help="forward of a rank")
     made.add_argument("--backward", type=float, metavar="SECONDS", help="backward of a rank")
+    made.add_argument("--awake", action="store_true", default=None, help="compute instead of sleeping: a core a rank")
     made.add_argument("--repeats", type=int, metavar="N")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every makespan as data")
     return made
@@ -154,7 +157,7 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
                 warm_up(step, stages, ROWS * len(inputs))
             for stage in stages.values():
                 half = settings.backward / 2 / len(stages)
-                stage.naps = Naps(settings.forward / len(stages), half, half)
+                stage.naps = Naps(settings.forward / len(stages), half, half, awake=settings.awake)
             turns = timed_in_turns(drivers, stages, settings.repeats)
         found |= {(schedule, driver): repeats for driver, repeats in turns.items()}
     return found
@@ -190,7 +193,9 @@ def run_alone(stages: Mapping[int, Sleeping], inputs: list[Tensor]) -> None:
 
 def table(rows: list[Row], settings: Settings) -> str:
     """A line for each driver."""
-    nominal = f"{settings.forward * 1e3:g} ms forward, {settings.backward * 1e3:g} ms backward"
+    nominal = (
+        f"{settings.forward * 1e3:g} ms forward, {settings.backward * 1e3:g} ms backward{settings.awake * ', awake'}"
+    )
     lines = [
         (
             str(row.ranks),

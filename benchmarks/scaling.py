@@ -174,7 +174,7 @@ def resident() -> float:
 
 
 def peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # with_bar in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0  # KiB on Linux
 
 
 def tables(series: dict[str, list[Case]], costs: dict[Case, Cost]) -> str:
@@ -240,10 +240,10 @@ def draw(series: dict[str, list[Case]], costs: dict[Case, Cost], file: Path) -> 
                 sizes = [getattr(case, name) for case in own]
                 panel.plot(sizes, [value(case, costs[case]) for case in own], marker="o", label=kind)
             panel.set_xscale("log", base=2)
-            panel.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+            panel.set_xticks(sizes, [f"{size // 1024}k" if size >= 1024 else str(size) for size in sizes])
             if down > 0:
                 panel.set_yscale("log", base=2)
-                panel.yaxis.set_major_formatter("{x:g}")
+                panel.yaxis.set_major_formatter("{x:.2g}")
             panel.grid(alpha=0.3)
             if across == 0:
                 panel.set_ylabel(label)

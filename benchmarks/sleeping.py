@@ -6,6 +6,7 @@ On a machine with fewer cores than ranks this is how a schedule shows: ranks tha
 from __future__ import annotations
 
 import time
+import zlib
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ import pipeline_engine as pe
 SECONDS_AWAKE = 0.0002  # ``time.sleep`` overshoots by about that much
 
 
-def nap(seconds: float) -> None:
-    """Let ``seconds`` pass, to a few microseconds; zero returns at once."""
+_SOMETHING = bytes(1 << 15)
+
+
+def nap(seconds: float, *, awake: bool = False) -> None:
+    """Let ``seconds`` pass, to a few microseconds; zero returns at once.  ``awake``: the core computes meanwhile."""
     end = time.perf_counter() + seconds
-    if seconds > SECONDS_AWAKE:
+    if seconds > SECONDS_AWAKE and not awake:
         time.sleep(seconds - SECONDS_AWAKE)
     while time.perf_counter() < end:
-        pass
+        if awake:
+            zlib.crc32(_SOMETHING)  # 10 us or so, without the interpreter's lock
 
 
 @define
@@ -33,6 +38,7 @@ class Naps:
     Attributes:
         forward, backward_input, backward_weight: for a microbatch; zero, the default, is the empty stage.
         rows: of a microbatch that takes that long, others in proportion; 0 if rows make no difference.
+        awake: whether it computes instead of sleeping; then ranks overlap only where each has a core to itself.
         took: seconds of each piece of work by the letter of its verb, in order; a whole backward is one, ``"B"``.
     """
 
@@ -40,10 +46,11 @@ class Naps:
     backward_input: float = 0.0
     backward_weight: float = 0.0
     rows: float = 0.0
+    awake: bool = False
     took: dict[str, list[float]] = field(factory=dict)
 
     def take(self, letter: str, rows: int) -> None:
-        nap(self._seconds(letter) * (rows / self.rows if self.rows else 1.0))
+        nap(self._seconds(letter) * (rows / self.rows if self.rows else 1.0), awake=self.awake)
 
     def note(self, letter: str, start: float) -> None:
         """A piece of work that began at ``start`` ends here."""

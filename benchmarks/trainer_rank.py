@@ -11,6 +11,7 @@ The page is trainer_rank.md.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ SLEEPING = Shape(layers=STAGES, hidden=16, heads=2, query_groups=1, feed_forward
 COMPUTING = Shape(layers=8, hidden=384, heads=6, query_groups=6, feed_forward=1024)
 COMPUTING_ITEMS = 16
 WARM_UPS = 2
+ROUNDS = 3  # in which one stage and two take turns
 ADAM = AdamParams(learning_rate=1e-4)
 
 
@@ -72,9 +74,9 @@ class Step:
 
 @frozen
 class Computed:
-    """The model that computes: seconds of every step of every rank, and what the stages were measured to take."""
+    """The model that computes, on one rank: its steps, and what the stages were measured to take."""
 
-    steps: list[list[Step]]
+    steps: list[Step]
     agreed: Agreed | None
 
 
@@ -110,20 +112,22 @@ def main() -> None:
     options = parser().parse_args()
     repeats = 2 if options.quick else options.repeats
     record = Record()
+    rounds = 1 if options.quick else ROUNDS
     limit = 120.0 + 60 * repeats
-    with progress("runs", 3) as run_done:
+    computing: dict[int, list[list[Computed]]] = {1: [], 2: []}
+    with progress("runs", 1 + 2 * rounds) as run_done:
         sleeping = run_ranks(sleep_on_rank, STAGES, repeats, timeout=limit)
-        computing = {}
-        for ranks in (1, 2):
+        for ranks in (1, 2) * rounds:
             run_done()
-            computing[ranks] = run_ranks(compute_on_rank, ranks, ranks, repeats, timeout=limit)
+            each = math.ceil(repeats / rounds)
+            computing[ranks].append(run_ranks(compute_on_rank, ranks, ranks, each, timeout=limit))
     print(table_of_sleeping(sleeping))
     print()
     print(table_of_computing(computing))
     record.end(
         options.json,
         sleeping=[{name: [asdict(each) for each in steps] for name, steps in rank.items()} for rank in sleeping],
-        computing={ranks: [asdict(each) for each in found] for ranks, found in computing.items()},
+        computing={ranks: [list(map(asdict, found)) for found in turns] for ranks, turns in computing.items()},
     )
 
 
@@ -328,11 +332,15 @@ def table_of_sleeping(by_rank: list[dict[str, list[Step]]]) -> str:
     return markdown(heads, rows)
 
 
-def table_of_computing(computing: dict[int, list[Computed]]) -> str:
-    one, two = (makespans([rank.steps for rank in computing[ranks]]) for ranks in (1, 2))
-    agreed = computing[2][0].agreed
-    assert agreed is not None
-    simulated, measured = simulated_speed_up(agreed), statistics.median(one) / statistics.median(two)
+def table_of_computing(computing: dict[int, list[list[Computed]]]) -> str:
+    """One and two stages took turns; every turn is a run of its own."""
+    one, two = (
+        [took for by_rank in computing[ranks] for took in makespans([rank.steps for rank in by_rank])]
+        for ranks in (1, 2)
+    )
+    agreed = [by_rank[0].agreed for by_rank in computing[2]]
+    simulated = statistics.median(simulated_speed_up(each) for each in agreed if each is not None)
+    measured = statistics.median(one) / statistics.median(two)
     share = f"{100 * measured / simulated:.0f} %"
     row = [spread(one), spread(two), f"{measured:.2f}", f"{simulated:.2f}", share]
     return markdown(["one stage, s a step", "two stages, s a step", "speed-up", "simulated", "of simulated"], [row])
