@@ -101,6 +101,7 @@ class StageExecutor:
         peer_error: as of ``pe.Pipeline``.
 
     Attributes:
+        pace: what this rank has measured of its own stages.
         agreed: what all of them know of the stages' speed, or None before anything ran.
 
     Raises:
@@ -124,7 +125,7 @@ class StageExecutor:
         transport = pe.TorchTransport(process_group)
         rank, graph = transport.rank, graph_of(chunks, process_group)
         self._agreeing = process_group if agreeing is None else agreeing
-        self._pace = Pace(rank)
+        self.pace = Pace(rank)
         self._device = next(chunks[0].parameters()).device
         self.graph = graph
         self.schedule = schedule or schedule_for(graph)
@@ -142,7 +143,7 @@ class StageExecutor:
             deadline=deadline,
             keep_open=True,  # as without a pipeline, outputs of one slot may wait while another slot steps
             ties=[pe.tie("embedding and output layer", tied)] if tied else [],
-            tracer=self._pace,
+            tracer=self.pace,
             peer_error=peer_error,
         )
 
@@ -161,7 +162,7 @@ class StageExecutor:
         words = check_same(
             "ranks have planned differently",
             said,
-            numbers=self._pace.words(),
+            numbers=self.pace.words(),
             device=self._device,
             group=self._agreeing,
         )

@@ -14,7 +14,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import pipeline_engine as pe
 from art_adapter import AdamParams, ForwardInput, ReferenceTrainerRank, TrainerRank
 from art_adapter.compat import boundary_input, presented_as_one_stage
 from art_adapter.memory import forward_bytes, output_bytes
-from art_adapter.pace import Agreed
+from art_adapter.pace import Agreed, Pace
 from art_adapter.progress import progress
 from art_adapter.runtime import Runtime, language_model
 from art_adapter.tiny_gpt import Cut, Shape, adapter, build_runtime, licence_text_inputs
@@ -57,10 +57,16 @@ class Situation:
     at_once: int | None
 
     @property
-    def simulated(self) -> float:
+    def nominal(self) -> float:
         """Makespan in seconds if nothing but the sleeping took time."""
+        return self.simulated([(FORWARD, BACKWARD)] * STAGES)
+
+    def simulated(self, took: Sequence[tuple[float, float]]) -> float:
+        """Makespan in seconds if an item took so long forward and backward on each stage, and nothing else any time."""
+        forward, backward = zip(*took, strict=True)
+        half = [seconds / 2 for seconds in backward]
+        costs = pe.Costs(forward=list(forward), backward_input=half, backward_weight=half)
         graph = pe.StageGraph.chain(STAGES, STAGES)
-        costs = pe.Costs(forward=FORWARD, backward_input=BACKWARD / 2, backward_weight=BACKWARD / 2)
         return pe.simulate(pe.in_waves("1f1b", graph, self.sizes, at_once=self.at_once), costs).makespan
 
 
@@ -70,6 +76,14 @@ class Step:
 
     start: float
     end: float
+
+
+@frozen
+class Slept:
+    """The layers that sleep, on one rank, by situation: its steps, and what an item took there forward and backward."""
+
+    steps: dict[str, list[Step]]
+    took: dict[str, tuple[float, float]]
 
 
 @frozen
@@ -126,7 +140,7 @@ def main() -> None:
     print(table_of_computing(computing))
     record.end(
         options.json,
-        sleeping=[{name: [asdict(each) for each in steps] for name, steps in rank.items()} for rank in sleeping],
+        sleeping=list(map(asdict, sleeping)),
         computing={ranks: [list(map(asdict, found)) for found in turns] for ranks, turns in computing.items()},
     )
 
@@ -142,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
 # ---- stages that sleep
 
 
-def sleep_on_rank(rank: int, repeats: int) -> dict[str, list[Step]]:
+def sleep_on_rank(rank: int, repeats: int) -> Slept:
     """Every repeat on one rank, the situations and the blocking port taking turns."""
     runtime = build_runtime(SLEEPING, Cut(pipeline=STAGES))
     language_model(runtime.model[0]).decoder.register_forward_hook(sleeping)
@@ -157,9 +171,16 @@ def sleep_on_rank(rank: int, repeats: int) -> dict[str, list[Step]]:
         for name, trainer in trainers.items():
             found.setdefault(name, []).append(timed(lambda trainer=trainer: step(trainer, items())))
         found.setdefault("blocking", []).append(timed(lambda: step(blocking, items())))
+    took = {name: of_one_item(trainer.stages.pace) for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.close()
-    return found
+    return Slept(found, took)
+
+
+def of_one_item(pace: Pace) -> tuple[float, float]:
+    """Seconds of a forward and of a backward."""
+    _, forward, of_a_token, backward, back_of_a_token = pace.words()
+    return forward + of_a_token * TOKENS, backward + back_of_a_token * TOKENS
 
 
 def trainer_over(runtime: Runtime, **options: Any) -> Any:
@@ -320,15 +341,17 @@ def makespans(by_rank: list[list[Step]]) -> list[float]:
     return [max(s.end for s in steps) - min(s.start for s in steps) for steps in zip(*by_rank, strict=True)]
 
 
-def table_of_sleeping(by_rank: list[dict[str, list[Step]]]) -> str:
-    blocking = makespans([each["blocking"] for each in by_rank])
+def table_of_sleeping(by_rank: list[Slept]) -> str:
+    blocking = makespans([rank.steps["blocking"] for rank in by_rank])
     rows = []
     for each in situations():
-        took = makespans([rank[each.name] for rank in by_rank])
-        over = spread([seconds / each.simulated for seconds in took])
-        factor = spread([b / t for b, t in zip(blocking, took, strict=True)], 2)
-        rows.append([each.name, f"{each.simulated:.3f} s", f"{statistics.median(took):.3f} s", over, factor])
-    heads = ["situation", "simulated", "measured", "measured / simulated", "blocking port / measured"]
+        steps = makespans([rank.steps[each.name] for rank in by_rank])
+        measured = each.simulated([rank.took[each.name] for rank in by_rank])
+        over = [spread([seconds / bound for seconds in steps]) for bound in (each.nominal, measured)]
+        factor = spread([b / t for b, t in zip(blocking, steps, strict=True)], 2)
+        seconds = f"{statistics.median(steps):.3f} s"
+        rows.append([each.name, seconds, f"{each.nominal:.3f} s", over[0], f"{measured:.3f} s", over[1], factor])
+    heads = ["situation", "step", "nominal", "over it", "by measured times", "over it", "blocking port / step"]
     return markdown(heads, rows)
 
 
