@@ -124,7 +124,7 @@ def items() -> list[ForwardInput]:
 
 def main() -> None:
     options = parser().parse_args()
-    repeats = 2 if options.quick else options.repeats
+    repeats = 1 if options.quick else options.repeats
     record = Record()
     rounds = 1 if options.quick else ROUNDS
     limit = 120.0 + 60 * repeats
@@ -147,7 +147,7 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.trainer_rank", description=__doc__.splitlines()[0])
-    made.add_argument("--quick", action="store_true", help="2 repeats: within 90 seconds on two cores")
+    made.add_argument("--quick", action="store_true", help="one repeat: within 90 seconds on two cores")
     made.add_argument("--repeats", type=int, default=7, metavar="N")
     made.add_argument("--json", type=Path, metavar="FILE", help="write every step as data")
     return made
@@ -165,7 +165,7 @@ def sleep_on_rank(rank: int, repeats: int) -> Slept:
     for trainer in trainers.values():  # the first step is measured, and decides how the next ones are cut
         for _ in range(WARM_UPS):
             step(trainer, items())
-    step(blocking, items())
+    step(blocking, items()[:1])
     found: dict[str, list[Step]] = {}
     for _ in range(repeats):
         for name, trainer in trainers.items():
