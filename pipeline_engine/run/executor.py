@@ -120,7 +120,6 @@ class Executor:
                 performed += 1
         except BaseException as error:
             self._tell(error, program[performed:])
-            self.doing.has_failed = True
             raise
         self.doing.action = None
 
