@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import cast
 
-import torch
 from attrs import define, field, frozen
 
 from pipeline_engine.errors import PeerFailedError
@@ -43,15 +42,12 @@ class _Lane:
         number: of the channel.
         count: how many messages it has had, from one settle to the next.
         unread: what has come or will come on it; see Note [reading in order].
-        spare: a small message that has left, whose memory the next one may use; making some takes longer than
-            anything else in the writing of a small message.
         sent_bytes: how much was ever sent on it.
     """
 
     number: int
     count: int = 0
     unread: deque[_Letter] = field(factory=deque)
-    spare: torch.Tensor | None = None
     sent_bytes: int = 0
 
 
@@ -98,32 +94,28 @@ class Mailbox:
     call: int = 0
     verify: bool = False
     _letters: dict[Value, _Letter] = field(init=False, factory=dict)
-    _sends: dict[tuple[Value, int], tuple[_Lane, list[Handle]]] = field(init=False, factory=dict)
+    _sends: dict[tuple[Value, int], list[Handle]] = field(init=False, factory=dict)
 
     def send(self, value: Value, target: int, content: Cargo | Grads, *, room: int = wire.FIRST_BYTES) -> None:
         """Start sending the content of a value, for whose first part the other end posts ``room`` bytes."""
         channel = channel_of(value, self.transport.rank, target)
         lane = self.traffic.lane(channel)
         stamp = self._next(lane, value)
-        spare, lane.spare = lane.spare, None
         if isinstance(content, Cargo):
-            first, *second = wire.encode_cargo(content, stamp, spare=spare)
+            first, *second = wire.encode_cargo(content, stamp)
         else:
-            first, *second = wire.encode_grads(content, stamp, room, spare)
+            first, *second = wire.encode_grads(content, stamp, room)
         handles = [self.transport.send(channel, first, room=room)]
-        lane.sent_bytes += first.numel()
+        lane.sent_bytes += len(first)
         for part in second:
             handles.append(self.transport.send(continued(channel), part))
-            lane.sent_bytes += part.numel()
-        self._sends[value, target] = lane, handles
+            lane.sent_bytes += len(part)
+        self._sends[value, target] = handles
 
     def wait_send(self, value: Value, target: int) -> None:
         """Wait until every part has left."""
-        lane, handles = self._sends.pop((value, target))
-        for handle in handles:
+        for handle in self._sends.pop((value, target)):
             self.transport.wait(handle, deadline=self.deadline)
-        first = handles[0].buffer
-        lane.spare = first if first.numel() <= wire.FIRST_BYTES else None
 
     def post(self, value: Value, source: int, room: int) -> None:
         """Post the receive of a message whose first part has at most ``room`` bytes."""

@@ -27,7 +27,7 @@ from pipeline_engine.errors import TransportError
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads
 from pipeline_engine.run.layout import Layout, Shape, layout_of_cargo, layout_of_grads, read_grads_layout, read_layout
-from pipeline_engine.run.transports.base import Failure
+from pipeline_engine.run.transports.base import SMALL, Failure, Message
 
 FIRST_BYTES = 16 * 1024
 """What a receiver posts when it knows nothing of a message: room for a description and for small tensors."""
@@ -36,9 +36,6 @@ _PREFIX = struct.Struct("<4sBBBxIQQQQQ12x")
 _TAIL = struct.Struct("<II")  # in an announcement it lies in the padding of the prefix
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
-_SMALL = 64 * 1024
-"""Of tensors up to this many bytes the bytes are moved by hand: torch's operators take longer to begin."""
-
 assert _PREFIX.size == ALIGNMENT
 
 
@@ -66,61 +63,69 @@ def number_of(channel: Channel) -> int:
     return zlib.crc32(str(channel).encode())
 
 
-def encode_cargo(
-    cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES, spare: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards.
-
-    ``spare`` is an old message that nobody reads any more: one of the same length is written over it.
-    """
+def encode_cargo(cargo: Cargo, stamp: Stamp, limit: int = FIRST_BYTES) -> tuple[Message, ...]:
+    """The parts of a cargo's message; tensors are copied, so that they may be changed afterwards."""
     tensors = [leaf for leaf in (*cargo.leaves, *cargo.randomness) if isinstance(leaf, torch.Tensor)]
-    return _parts(_CARGO, stamp, layout_of_cargo(cargo), tensors, limit, spare)
+    return _parts(_CARGO, stamp, layout_of_cargo(cargo), tensors, limit)
 
 
-def encode_grads(grads: Grads, stamp: Stamp, limit: int, spare: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+def encode_grads(grads: Grads, stamp: Stamp, limit: int) -> tuple[Message, ...]:
     """The parts of a message with the gradients of a cargo, as ``encode_cargo``; absent ones cost nothing."""
-    return _parts(_GRADS, stamp, layout_of_grads(grads), [grad for grad in grads if grad is not None], limit, spare)
+    return _parts(_GRADS, stamp, layout_of_grads(grads), [grad for grad in grads if grad is not None], limit)
 
 
-def encode_failure(failure: Failure) -> torch.Tensor:
+def encode_failure(failure: Failure) -> Message:
     """The only part of a notice of failure; texts are cut to what fits, also if each letter takes four bytes."""
     head = Failure(failure.rank, failure.doing[:200], failure.cause[:800], failure.traceback[-1600:])
     (notice,) = _parts(_FAILURE, Stamp(0), Layout(pickle.dumps(head), ()), [], FIRST_BYTES)
     return notice
 
 
-def _parts(
-    kind: int,
-    stamp: Stamp,
-    layout: Layout,
-    tensors: list[torch.Tensor],
-    limit: int,
-    spare: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    description, total = layout.description, layout.total
-    if spare is not None and spare.numel() == total + _TAIL.size:
-        message = spare
+def _parts(kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor], limit: int) -> tuple[Message, ...]:
+    tail = _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF)
+    if layout.total <= SMALL:
+        content = _joined(layout, tensors)
+        checksum = zlib.crc32(content) if stamp.verify else 0
+        message: Message = b"".join((_prefix(kind, 1, checksum, stamp, layout), content, tail))
     else:
-        message = torch.empty(total + _TAIL.size, dtype=torch.uint8, device="cpu")
-    start = message.data_ptr()
+        message = _gathered(layout, tensors)
+        checksum = _checksum(message, layout.total) if stamp.verify else 0
+        ctypes.memmove(message.data_ptr(), _prefix(kind, 1, checksum, stamp, layout), ALIGNMENT)
+        ctypes.memmove(message.data_ptr() + layout.total, tail, _TAIL.size)
+    if layout.total + _TAIL.size <= limit:
+        return (message,)
+    return (_prefix(kind, 2, checksum, stamp, layout)[: -_TAIL.size] + tail, message)
+
+
+def _prefix(kind: int, parts: int, checksum: int, stamp: Stamp, layout: Layout) -> bytes:
+    sizes = len(layout.description), layout.total
+    return _PREFIX.pack(_MAGIC, kind, parts, stamp.verify, checksum, stamp.call, stamp.microbatch, *sizes, stamp.place)
+
+
+def _joined(layout: Layout, tensors: list[torch.Tensor]) -> bytes:
+    """Description and tensors of a small message; moved by hand, since torch's operators take longer to begin."""
+    pieces = [_padded(layout.description)]
+    for (shape, _, size), tensor in zip(layout.tensors, tensors, strict=True):
+        plain = tensor if _is_plain(tensor, shape) else _empty(shape).copy_(tensor)
+        pieces.append(_padded(ctypes.string_at(plain.data_ptr(), size)))
+    return b"".join(pieces)
+
+
+def _padded(data: bytes) -> bytes:
+    rest = len(data) % ALIGNMENT
+    return data + bytes(ALIGNMENT - rest) if rest else data
+
+
+def _gathered(layout: Layout, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The memory of a large message, with description and tensors in their places."""
+    message = torch.empty(layout.total + _TAIL.size, dtype=torch.uint8, device="cpu")
+    ctypes.memmove(message.data_ptr() + ALIGNMENT, layout.description, len(layout.description))
     for (shape, place, size), tensor in zip(layout.tensors, tensors, strict=True):
-        if size <= _SMALL and _is_plain(tensor, shape):
-            ctypes.memmove(start + place, tensor.data_ptr(), size)
+        if size <= SMALL and _is_plain(tensor, shape):
+            ctypes.memmove(message.data_ptr() + place, tensor.data_ptr(), size)
         else:
             _place(message, place, shape).copy_(tensor)
-    checksum = 0
-    if stamp.verify:
-        ctypes.memmove(start + ALIGNMENT, description, len(description))
-        checksum = _checksum(message, total)
-    tail = _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF)
-    ctypes.memmove(start + total, tail, _TAIL.size)
-    rest = (stamp.verify, checksum, stamp.call, stamp.microbatch, len(description), total, stamp.place)
-    head = _PREFIX.pack(_MAGIC, kind, 1, *rest) + description
-    ctypes.memmove(start, head, len(head))
-    if total + _TAIL.size <= limit:
-        return (message,)
-    announcement = _PREFIX.pack(_MAGIC, kind, 2, *rest)[: -_TAIL.size] + tail
-    return (torch.frombuffer(bytearray(announcement), dtype=torch.uint8), message)
+    return message
 
 
 def _is_plain(tensor: torch.Tensor, shape: Shape) -> bool:
@@ -135,6 +140,13 @@ def _is_plain(tensor: torch.Tensor, shape: Shape) -> bool:
     )
 
 
+def _empty(shape: Shape) -> torch.Tensor:
+    dtype, sizes, strides = shape
+    if strides is None:
+        return torch.empty(sizes, dtype=dtype, device="cpu")
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="cpu")
+
+
 def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
     """A tensor in the memory of ``message`` that is no view to autograd, so that it may be changed in place."""
     dtype, sizes, strides = shape
@@ -142,7 +154,7 @@ def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
     return tensor.set_(message.untyped_storage(), place // dtype.itemsize, sizes, strides or ())
 
 
-def _checksum(message: torch.Tensor, total: int) -> int:
+def _checksum(message: Message, total: int) -> int:
     """Of all bytes between prefix and tail."""
     return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
 
@@ -164,16 +176,16 @@ class _Prefix(NamedTuple):
 class Arrived:
     """A part of a message that has come, and is the one that its channel carries at its place, to its end."""
 
-    part: torch.Tensor
+    part: Message
     _stamp: Stamp
     _prefix: _Prefix
 
     @classmethod
-    def opened(cls, part: torch.Tensor, stamp: Stamp) -> Arrived:
+    def opened(cls, part: Message, stamp: Stamp) -> Arrived:
         """Check a part.
 
         Args:
-            part: uint8 ``[bytes]``, maybe longer than what has come.
+            part: maybe longer than what has come.
             stamp: of the message that is expected.
 
         Raises:
@@ -243,36 +255,35 @@ class Arrived:
         return _read(self.part, ALIGNMENT, prefix.length)
 
     def _tensors(self, layout: Layout) -> list[torch.Tensor]:
-        if layout.total > self.part.numel():
+        if layout.total > len(self.part):
             raise TransportError(
-                f"a message of {self.part.numel()} bytes announces tensors of {layout.total} bytes in all: "
+                f"a message of {len(self.part)} bytes announces tensors of {layout.total} bytes in all: "
                 + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _, _ in layout.tensors)
             )
         return [self._tensor(*each) for each in layout.tensors]
 
     def _tensor(self, shape: Shape, place: int, size: int) -> torch.Tensor:
-        dtype, sizes, strides = shape
-        if size > _SMALL or strides is not None:
+        if isinstance(self.part, torch.Tensor) and size > SMALL:
             return _place(self.part, place, shape)
-        tensor = torch.empty(sizes, dtype=dtype, device="cpu")
-        ctypes.memmove(tensor.data_ptr(), self.part.data_ptr() + place, size)
+        tensor = _empty(shape)
+        ctypes.memmove(tensor.data_ptr(), _read(self.part, place, size), size)
         return tensor
 
 
 def packed(tree: Any) -> bytes:
     """A tree of tensors as bytes that are no message, but travel in an exchange."""
     (message,) = encode_cargo(Cargo.of(tree), Stamp(0), limit=sys.maxsize)
-    return ctypes.string_at(message.data_ptr(), message.numel())
+    return _read(message, 0, len(message))
 
 
 def unpacked(word: bytes) -> Any:
     """The tree again, its tensors on the CPU."""
-    return Arrived.opened(torch.frombuffer(bytearray(word), dtype=torch.uint8), Stamp(0)).cargo().tree()
+    return Arrived.opened(word, Stamp(0)).cargo().tree()
 
 
-def _read(buffer: torch.Tensor, offset: int, length: int) -> bytes:
-    if offset + length > buffer.numel():
-        raise TransportError(
-            f"a message of {buffer.numel()} bytes arrived where {offset + length} bytes were announced."
-        )
-    return ctypes.string_at(buffer.data_ptr() + offset, length)
+def _read(message: Message, offset: int, length: int) -> bytes:
+    if offset + length > len(message):
+        raise TransportError(f"a message of {len(message)} bytes arrived where {offset + length} bytes were announced.")
+    if isinstance(message, torch.Tensor):
+        return ctypes.string_at(message.data_ptr() + offset, length)
+    return bytes(message[offset : offset + length])

@@ -12,7 +12,7 @@ from attrs import define
 
 from pipeline_engine.errors import TransportError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Failure, Handle, Host, Transport
+from pipeline_engine.run.transports.base import Failure, Handle, Host, Message, Transport
 
 SECONDS_OF_DELAY = 0.02
 
@@ -47,7 +47,7 @@ class _Held(Handle):
     """A send that was held back or dropped; ``sent`` is the real one if there is one."""
 
     channel: Channel
-    buffer: torch.Tensor
+    buffer: Message
     room: int | None
     sent: Handle | None = None
 
@@ -98,10 +98,10 @@ class FaultyTransport(Transport):
 
     # Messages.
 
-    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
+    def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
         fault = self._sends.get(self._sent)
         self._sent += 1
-        room = message.numel() if room is None else room
+        room = len(message) if room is None else room
         if any(held.channel == channel for held in self._held):
             self._release()
         handle = self._send(fault, channel, message, room)
@@ -109,7 +109,7 @@ class FaultyTransport(Transport):
             self._release()
         return handle
 
-    def _send(self, fault: Fault | None, channel: Channel, message: torch.Tensor, room: int) -> Handle:
+    def _send(self, fault: Fault | None, channel: Channel, message: Message, room: int) -> Handle:
         match fault:
             case Fault.REORDER:
                 self._held.append(_Held(channel, message, room))
@@ -117,9 +117,9 @@ class FaultyTransport(Transport):
             case Fault.DROP:
                 return _Held(channel, message, room)
             case Fault.DUPLICATE:
-                self._inner.send(channel, message.clone(), room=room)
+                self._inner.send(channel, _copied(message), room=room)
             case Fault.TRUNCATE:
-                message = message[: self._random.randint(1, max(message.numel() - 1, 1))].clone()
+                message = _copied(message[: self._random.randint(1, max(len(message) - 1, 1))])
             case _:
                 self._happen(fault, channel)
         return self._inner.send(channel, message, room=room)
@@ -188,3 +188,7 @@ class FaultyTransport(Transport):
 
     def close(self) -> None:
         self._inner.close()
+
+
+def _copied(message: Message) -> Message:
+    return message.clone() if isinstance(message, torch.Tensor) else message

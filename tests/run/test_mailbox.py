@@ -14,7 +14,7 @@ from pipeline_engine.plan.values import Activation, Channel, InputGrad
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import Cargo
 from pipeline_engine.run.mailbox import Mailbox, Traffic, failure_of
-from pipeline_engine.run.transports.base import Failure, Handle, Transport
+from pipeline_engine.run.transports.base import Failure, Handle, Message, Transport
 from pipeline_engine.run.transports.memory import MemoryTransport
 from pipeline_engine.run.wire import Stamp
 from pipeline_engine.testing import run_ranks_in_threads
@@ -76,32 +76,6 @@ def test_messages_of_two_calls_on_one_channel_keep_apart() -> None:
     run_ranks_in_threads(on_rank, 2)
 
 
-def test_a_message_is_written_over_one_that_has_left_and_over_no_other() -> None:
-    """The second is read only after the third has been written over the first, of the same length."""
-    values = [Activation(0, number) for number in range(3)]
-
-    def on_rank(transport: Transport) -> list[int]:
-        assert isinstance(transport, MemoryTransport)
-        noting = NotesWhereMessagesStand(transport)
-        mailbox, _ = two_mailboxes(noting)
-        if transport.rank == 0:
-            for number in range(2):
-                mailbox.send(values[number], 1, numbers(number, 5))
-            mailbox.wait_send(values[0], 1)
-            mailbox.send(values[2], 1, numbers(2, 5))
-        else:
-            mailbox.post(values[0], 0, wire.FIRST_BYTES)
-            assert mailbox.take(values[0], 0).cargo().tree().tolist() == [0.0] * 5
-        transport.exchange(b"", deadline=DEADLINE)
-        for number in (1, 2) if transport.rank == 1 else ():
-            mailbox.post(values[number], 0, wire.FIRST_BYTES)
-            assert mailbox.take(values[number], 0).cargo().tree().tolist() == [float(number)] * 5
-        return noting.places
-
-    (first, second, third), _ = run_ranks_in_threads(on_rank, 2)
-    assert third == first != second
-
-
 def test_a_notice_of_failure_takes_the_place_of_every_message_that_is_owed() -> None:
     failure = failure_of(0, "0F3 (forward of stage 0, microbatch 3)", ZeroDivisionError("boom"))
 
@@ -133,13 +107,13 @@ class Meddling(Transport):
 
     def __init__(self, inner: MemoryTransport) -> None:
         self.inner, self.rank, self.num_ranks = inner, inner.rank, inner.num_ranks
-        self.kept: list[tuple[Channel, torch.Tensor, Any]] = []
+        self.kept: list[tuple[Channel, Message, Any]] = []
         self.counts: Counter[str] = Counter()
 
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+    def meddle(self, channel: Channel, message: Message) -> Message:
         return message
 
-    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
+    def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
         self.counts[channel.name] += 1
         return self.inner.send(channel, self.meddle(channel, message), room=room)
 
@@ -173,22 +147,10 @@ def stamp_of(channel: Channel, count: int, microbatch: int) -> Stamp:
     return Stamp(microbatch, channel=wire.number_of(channel), place=count - 1)
 
 
-class NotesWhereMessagesStand(Meddling):
-    """Meddles with nothing; keeps in which memory each message stood."""
-
-    def __init__(self, inner: MemoryTransport) -> None:
-        super().__init__(inner)
-        self.places: list[int] = []
-
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
-        self.places.append(message.data_ptr())
-        return message
-
-
 class DropsAGradient(Meddling):
     """Sends None in the place of the third gradient of each channel."""
 
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+    def meddle(self, channel: Channel, message: Message) -> Message:
         if not channel.name.startswith("dx") or self.counts[channel.name] != 3:
             return message
         return wire.encode_grads((None,), stamp_of(channel, 3, 2), wire.FIRST_BYTES)[0]
@@ -197,7 +159,7 @@ class DropsAGradient(Meddling):
 class LiesAboutTheMicrobatch(Meddling):
     """Sends what belongs to the second microbatch as the third."""
 
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+    def meddle(self, channel: Channel, message: Message) -> Message:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
         cargo = wire.Arrived.opened(message, stamp_of(channel, 2, 1)).cargo()
@@ -207,22 +169,22 @@ class LiesAboutTheMicrobatch(Meddling):
 class ShrinksATensor(Meddling):
     """Announces more rows than it sends."""
 
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+    def meddle(self, channel: Channel, message: Message) -> Message:
         if channel.name != "x0" or self.counts["x0"] != 2:
             return message
         longer = wire.encode_cargo(Cargo.of(torch.zeros(1000, 8)), stamp_of(channel, 2, 1), limit=10**6)[0]
-        return longer[: message.numel()]
+        return longer[: len(message)]
 
 
 class Repeats(Meddling):
     """Sends the last message of the first stage again in the place of the next one."""
 
-    last: torch.Tensor | None = None
+    last: Message | None = None
 
-    def meddle(self, channel: Channel, message: torch.Tensor) -> torch.Tensor:
+    def meddle(self, channel: Channel, message: Message) -> Message:
         if channel.name != "x0":
             return message
-        self.last, before = message.clone(), self.last
+        self.last, before = message, self.last
         return message if before is None else before
 
 

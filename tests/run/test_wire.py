@@ -14,7 +14,7 @@ from pipeline_engine.errors import PeerFailedError, TransportError
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run import wire
 from pipeline_engine.run.cargo import ALIGNMENT, Cargo
-from pipeline_engine.run.transports.base import Failure
+from pipeline_engine.run.transports.base import SMALL, Failure, Message
 from pipeline_engine.run.wire import Arrived, Stamp
 from tests.run.test_cargo import same, trees
 
@@ -54,16 +54,28 @@ LAID_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """How a tensor may stand in memory, or not stand there as what it is."""
 
 
-def arrive(parts: tuple[torch.Tensor, ...], stamp: Stamp) -> Arrived:
-    """What the receiver reads: the first part in a larger buffer, and the second at its announced size."""
-    room = torch.full((max(wire.FIRST_BYTES, parts[0].numel()),), 255, dtype=torch.uint8)
-    room[: parts[0].numel()].copy_(parts[0])
+def arrive(parts: tuple[Message, ...], stamp: Stamp) -> Arrived:
+    """What the receiver reads: the first part in a larger buffer, and the second at its announced size.
+
+    One that came as bytes may be read as bytes or in a tensor, as the transport likes.
+    """
+    room = torch.full((max(wire.FIRST_BYTES, len(parts[0])),), 255, dtype=torch.uint8)
+    room[: len(parts[0])].copy_(tensor_of(parts[0]))
     size = Arrived.opened(room, stamp).second_part_bytes
     assert (size > 0) == (len(parts) == 2)
     if not size:
-        return Arrived.opened(room, stamp)
-    assert parts[1].numel() == size
-    return Arrived.opened(parts[1].clone(), stamp)
+        return Arrived.opened(room if stamp.microbatch % 2 else parts[0], stamp)
+    assert len(parts[1]) == size
+    return Arrived.opened(tensor_of(parts[1]) if stamp.microbatch % 2 else parts[1], stamp)
+
+
+def tensor_of(message: Message) -> torch.Tensor:
+    """A copy."""
+    return (
+        message.clone()
+        if isinstance(message, torch.Tensor)
+        else torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    )
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,9 +130,9 @@ def test_what_arrives_may_be_changed_in_place_without_touching_its_neighbours() 
 def test_every_part_fits_the_receive_that_is_posted_for_it(short: int) -> None:
     cargo = Cargo.of(torch.ones(wire.FIRST_BYTES // 4))
     (whole,) = wire.encode_cargo(cargo, Stamp(0), limit=10**6)
-    limit = whole.numel() - short
+    limit = len(whole) - short
     first, *second = wire.encode_cargo(cargo, Stamp(0), limit)
-    assert first.numel() <= limit and len(second) == (short > 0)
+    assert len(first) <= limit and len(second) == (short > 0)
 
 
 def test_a_small_tensor_does_not_hold_the_message_that_it_came_in() -> None:
@@ -152,7 +164,7 @@ def test_foreign_bytes_are_refused() -> None:
 def test_a_message_that_was_cut_short_is_refused(missing: int) -> None:
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), Stamp(0))
     with pytest.raises(TransportError, match=r"a message of .* bytes arrived where 648 bytes were announced"):
-        Arrived.opened(message[: message.numel() - missing], Stamp(0))
+        Arrived.opened(message[: len(message) - missing], Stamp(0))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
@@ -160,10 +172,11 @@ def test_with_a_checksum_no_changed_byte_passes(place: int, change: int) -> None
     stamp = Stamp(0, verify=True)
     (message,) = wire.encode_cargo(Cargo.of(torch.ones(100)), stamp)
     assert torch.equal(Arrived.opened(message, stamp).cargo().tree(), torch.ones(100))
-    place = ALIGNMENT + place % (message.numel() - ALIGNMENT - 8)  # the tail belongs to the channel
-    message[place] = (int(message[place]) + change) % 256
+    changed = bytearray(message)
+    place = ALIGNMENT + place % (len(changed) - ALIGNMENT - 8)  # the tail belongs to the channel
+    changed[place] = (changed[place] + change) % 256
     with pytest.raises(TransportError, match="the checksum of a message for microbatch 0 is wrong"):
-        Arrived.opened(message, stamp).cargo()
+        Arrived.opened(changed, stamp).cargo()
 
 
 def test_a_message_of_another_call_is_refused() -> None:
@@ -175,7 +188,7 @@ def test_a_message_of_another_call_is_refused() -> None:
 @given(st.text(), st.text(), st.text(max_size=4000))
 def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing: str, cause: str, trace: str) -> None:
     notice = wire.encode_failure(Failure(2, doing * 50, cause * 200, trace * 2))
-    assert notice.numel() <= wire.FIRST_BYTES
+    assert len(notice) <= wire.FIRST_BYTES
     with pytest.raises(PeerFailedError) as raised:
         Arrived.opened(notice, Stamp(5, call=3, place=7))
     told = raised.value
@@ -186,15 +199,15 @@ def test_a_notice_of_failure_fits_every_receive_whatever_is_written_in_it(doing:
 X0, DX1 = (wire.number_of(Channel(source, 1, name)) for source, name in ((0, "x0"), (2, "dx2")))
 
 
-def sent_as(cargo: Cargo, channel: int, place: int) -> tuple[torch.Tensor, ...]:
+def sent_as(cargo: Cargo, channel: int, place: int) -> tuple[Message, ...]:
     return wire.encode_cargo(cargo, Stamp(place, channel=channel, place=place))
 
 
-def check(part: torch.Tensor, channel: int, place: int) -> None:
+def check(part: Message, channel: int, place: int) -> None:
     Arrived.opened(part, Stamp(3, channel=channel, place=place))
 
 
-@pytest.mark.parametrize("rows", [5, 5000])
+@pytest.mark.parametrize("rows", [5, 5000, SMALL])
 def test_every_part_of_a_message_is_that_of_its_channel_and_place(rows: int) -> None:
     for part in sent_as(Cargo.of(torch.ones(rows)), X0, 3):
         check(part, X0, 3)
@@ -209,7 +222,7 @@ def test_a_message_that_fills_only_the_head_of_its_receive_is_refused_whatever_s
     """There stood the message of the same size and place on another channel, and the one before on this channel."""
     _, sent = sent_as(Cargo.of(torch.ones(5000)), X0, 3)
     for stale in (sent_as(Cargo.of(torch.zeros(5000)), DX1, 3)[1], sent_as(Cargo.of(torch.zeros(5000)), X0, 2)[1]):
-        arrived = stale.clone()
-        arrived[: sent.numel() - missing] = sent[: sent.numel() - missing]
+        arrived = tensor_of(stale)
+        arrived[: len(sent) - missing] = tensor_of(sent)[: len(sent) - missing]
         with pytest.raises(TransportError, match="cut short"):
             check(arrived, X0, 3)

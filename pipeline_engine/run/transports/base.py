@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from attrs import field, frozen, validators
 
 from pipeline_engine.errors import PeerFailedError
 from pipeline_engine.plan.values import Channel
+
+Message: TypeAlias = torch.Tensor | bytes | bytearray
+"""A one-dimensional contiguous uint8 tensor on the CPU, or bytes."""
+
+SMALL = 32 * 1024
+"""Messages up to this many bytes are better given as bytes: tensors take longer to begin with."""
 
 SECONDS_TO_EXPLAIN = 0.5
 """Whoever leaves a loop may say more about it, with a traceback, before peers are told that he has."""
@@ -38,10 +44,10 @@ class Failure:
 
 
 class Handle(ABC):
-    """One message on its way.  ``buffer`` is a one-dimensional uint8 CPU tensor; leave it alone until waited for."""
+    """One message on its way.  Leave ``buffer``, which holds it or will hold it, alone until waited for."""
 
     channel: Channel
-    buffer: torch.Tensor
+    buffer: Message
 
 
 class Host(Protocol):
@@ -79,12 +85,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
-        """Start sending ``message`` (contiguous uint8 ``[bytes]`` on the CPU, at least one byte).
+    def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
+        """Start sending ``message``.
 
         Args:
             channel: starts here.
-            message: at most ``room`` bytes.
+            message: at least one byte, at most ``room``; it may arrive as bytes or as a tensor, whichever it was here.
             room: what the other end posts for this message, in bytes; None if that is the length of the message.
         """
 

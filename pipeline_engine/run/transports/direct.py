@@ -10,7 +10,6 @@ Frames carry the epoch: after a failure what was sent before it is read and drop
 
 from __future__ import annotations
 
-import ctypes
 import select
 import socket
 import struct
@@ -20,16 +19,12 @@ from contextlib import suppress
 from threading import Condition, RLock, Thread
 from time import monotonic
 
-import torch
 from attrs import Factory, define, field
 
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Handle
+from pipeline_engine.run.transports.base import Handle, Message
 from pipeline_engine.run.transports.links import End
 from pipeline_engine.run.transports.wires import Wire
-
-SMALL = 32 * 1024
-"""Messages whose receiver posts at most this many bytes travel here; larger ones through gloo."""
 
 _FRAME = struct.Struct("!IIQ")
 _CHUNK = 1 << 16
@@ -43,7 +38,7 @@ class Letter(Handle):
     """
 
     channel: Channel
-    buffer: torch.Tensor
+    buffer: Message
     end: End
     epoch: int
     place: int
@@ -71,9 +66,9 @@ class Direct:
         self._backlogs = {peer: _Backlog(wire.socket) for peer, wire in self._wires.items()}
         self._polls = {peer: _poll_of(wire.socket, self._bell[0]) for peer, wire in self._wires.items()}
 
-    def send(self, peer: int, epoch: int, number: int, message: torch.Tensor) -> int:
+    def send(self, peer: int, epoch: int, number: int, message: bytes) -> int:
         """Send a message of channel ``number``; its place among all that was sent to ``peer``."""
-        return self._backlogs[peer].send(_FRAME.pack(epoch, number, message.numel()) + bytes_of(message))
+        return self._backlogs[peer].send(_FRAME.pack(epoch, number, len(message)) + message)
 
     def wait_sent(self, peer: int, place: int, *, over: Callable[[], bool], deadline: float) -> bool:
         """Block until a message is on its way, or ``over``, or ``deadline`` seconds have passed; whether it is."""
@@ -229,8 +224,3 @@ def _poll_of(*sources: socket.socket) -> select.poll:
     for source in sources:
         poll.register(source, select.POLLIN)
     return poll
-
-
-def bytes_of(message: torch.Tensor) -> bytes:
-    """A copy of a contiguous uint8 tensor's bytes."""
-    return ctypes.string_at(message.data_ptr(), message.numel())

@@ -105,7 +105,7 @@ class Links:
         start = self._gloo.send if end.sending else self._gloo.recv
         try:
             end.count += 1
-            end.longest = max(end.longest, buffer.numel())
+            end.longest = max(end.longest, len(buffer))
             self._works[message] = start([buffer], end.peer, end.number)
         except BaseException as error:  # after Ctrl-C nobody knows whether it was posted
             self.broken = True

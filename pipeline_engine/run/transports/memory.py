@@ -16,17 +16,18 @@ from attrs import Factory, define, field
 
 from pipeline_engine.errors import DeadlineError, TransportError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Failure, Handle, Host, Transport
+from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Failure, Handle, Host, Message, Transport
 
 _SECONDS_BETWEEN_LOOKS = 0.25  # a departure rings no bell: it may come from a finaliser, which must take no lock
 
 
 @define(eq=False)
 class _Message(Handle):
-    """A posted send or receive; ``problem`` says why it can never be moved."""
+    """A posted send or receive, of at most ``room`` bytes; ``problem`` says why it can never be moved."""
 
     channel: Channel
-    buffer: torch.Tensor
+    buffer: Message
+    room: int
     moved: bool = False
     problem: str = ""
 
@@ -53,11 +54,11 @@ class _Queue:
 
 
 def _move(sent: _Message, received: _Message) -> None:
-    length, room = sent.buffer.numel(), received.buffer.numel()
+    length, room = len(sent.buffer), received.room
     if length > room:
         sent.problem = received.problem = f"{length} bytes were sent into a receive of {room} bytes"
         return
-    received.buffer = received.buffer[:length].copy_(sent.buffer)
+    received.buffer = sent.buffer.clone() if isinstance(sent.buffer, torch.Tensor) else bytearray(sent.buffer)
     sent.moved = received.moved = True
 
 
@@ -161,11 +162,11 @@ class MemoryTransport(Transport):
             for channel in channels:
                 self._hub.queues[channel]
 
-    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
-        return self._post(_Message(channel, message), sending=True)
+    def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
+        return self._post(_Message(channel, message, len(message)), sending=True)
 
     def receive(self, channel: Channel, room: int) -> Handle:
-        return self._post(_Message(channel, torch.empty(room, dtype=torch.uint8, device="cpu")), sending=False)
+        return self._post(_Message(channel, b"", room), sending=False)
 
     def _post(self, message: _Message, *, sending: bool) -> _Message:
         channel = message.channel

@@ -9,6 +9,7 @@ watchdog breaks its own links; the next settle builds new ones.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from pipeline_engine.errors import DeadlineError, TransportError, UsageError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.transports.base import Failure, Handle, Transport
-from pipeline_engine.run.transports.direct import SMALL, Direct, Letter
+from pipeline_engine.run.transports.base import SMALL, Failure, Handle, Message, Transport
+from pipeline_engine.run.transports.direct import Direct, Letter
 from pipeline_engine.run.transports.links import End, Links, Posted, pack_tally, unpack_tally
 from pipeline_engine.run.transports.meeting import connect_wires
 from pipeline_engine.run.transports.wires import Kind
@@ -38,7 +39,7 @@ _SECONDS_TO_HEAR_WHY = 0.5
 _SECONDS_TO_BUILD = 30.0  # gloo's rendezvous hears of no failure
 _SECONDS_TO_DRAIN = 10.0
 _SECONDS_FOR_THE_STORE = 0.3
-_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # the buffer of a small message until it has come
+_NOT_YET = b""  # the buffer of a small message until it has come
 _constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
 
 
@@ -98,19 +99,19 @@ class TorchTransport(Transport):
         self._exchange(_BUILT, b"", failure, "the channels were not built", deadline)
         self._watchdog.forget_words(_BUILT)
 
-    def send(self, channel: Channel, message: torch.Tensor, *, room: int | None = None) -> Handle:
+    def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
         end = self._end(channel, sending=True)
-        if (message.numel() if room is None else room) > SMALL:
-            return self._post(Posted(channel, message, end))
+        if (len(message) if room is None else room) > SMALL:
+            return self._post(Posted(channel, _tensor_of(message), end))
         epoch = self._watchdog.epoch
-        return Letter(channel, message, end, epoch, self._direct.send(end.peer, epoch, end.number, message))
+        return Letter(channel, message, end, epoch, self._direct.send(end.peer, epoch, end.number, _bytes_of(message)))
 
     def receive(self, channel: Channel, room: int) -> Handle:
         end = self._end(channel, sending=False)
         if room > SMALL:
             return self._post(Posted(channel, torch.empty(room, dtype=torch.uint8, device="cpu"), end))
         end.letters += 1
-        return Letter(channel, _NOTHING, end, self._watchdog.epoch, place=end.letters - 1)
+        return Letter(channel, _NOT_YET, end, self._watchdog.epoch, place=end.letters - 1)
 
     def _end(self, channel: Channel, *, sending: bool) -> End:
         end = self._links.ends.get(channel)
@@ -157,7 +158,7 @@ class TorchTransport(Transport):
 
     def _has_come(self, letter: Letter, deadline: float) -> bool:
         """Block until a small message is here, or a failure, or the deadline; whether it is."""
-        if letter.buffer is not _NOTHING:
+        if letter.buffer is not _NOT_YET:
             return True
         self._look_ahead()
         peer, number = letter.end.peer, letter.end.number
@@ -167,7 +168,7 @@ class TorchTransport(Transport):
             self._explain(peer, RuntimeError(f"the connection that carries channel {letter.channel} is lost"))
         if news is None:
             return False
-        letter.buffer = torch.frombuffer(news, dtype=torch.uint8)
+        letter.buffer = news
         return True
 
     def _has_failed(self) -> bool:
@@ -357,6 +358,16 @@ def _ringing_on_ctrl_c(doorbell: int) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
+
+
+def _tensor_of(message: Message) -> torch.Tensor:
+    return message if isinstance(message, torch.Tensor) else torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _bytes_of(message: Message) -> bytes:
+    if isinstance(message, torch.Tensor):
+        return ctypes.string_at(message.data_ptr(), message.numel())
+    return bytes(message)  # itself, if that is what it is
 
 
 def _checked(group: ProcessGroup | None) -> ProcessGroup:
