@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, ClassVar, TypeAlias
 
 from attrs import Attribute, field, frozen
@@ -237,13 +236,7 @@ def takers_of(value: Value, graph: StageGraph) -> tuple[int, ...]:
 
 def suppliers_of(value: InputGrad, rank: int, graph: StageGraph) -> tuple[int, ...]:
     """The stages on ``rank`` whose output's gradient is part of ``value``, in the order of the stage's arguments."""
-    return _suppliers(value.stage, rank, graph)
-
-
-@lru_cache(maxsize=4096)
-def _suppliers(stage: int, rank: int, graph: StageGraph) -> tuple[int, ...]:
-    """The same for every microbatch, and asked for each message with gradients."""
-    return tuple(before for before in graph.before(stage) if graph.rank_of[before] == rank)
+    return graph.suppliers(value.stage, rank)
 
 
 def sized_by(value: Value, rank: int, graph: StageGraph) -> tuple[Value, ...]:

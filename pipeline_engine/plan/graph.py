@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from attrs import Factory, field, frozen
 
@@ -63,6 +63,18 @@ def _neighbours(graph: StageGraph, pairs: Iterable[tuple[int, int]]) -> tuple[tu
     return tuple(map(tuple, lists))
 
 
+Suppliers: TypeAlias = dict[tuple[int, int], tuple[int, ...]]
+
+
+def _supplied(graph: StageGraph) -> Suppliers:
+    lists: Suppliers = {}
+    for before, after in graph.edges:
+        if 0 <= before < len(graph.rank_of):
+            key = after, graph.rank_of[before]
+            lists[key] = (*lists.get(key, ()), before)
+    return lists
+
+
 def _owned(graph: StageGraph) -> tuple[tuple[int, ...], ...]:
     lists: list[list[int]] = [[] for _ in range(max(graph.rank_of, default=-1) + 1)]
     for stage, rank in enumerate(graph.rank_of):
@@ -90,6 +102,7 @@ class StageGraph:
     _before: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_befores, True))
     _after: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_afters, True))
     _stages: tuple[tuple[int, ...], ...] = field(init=False, eq=False, repr=False, default=Factory(_owned, True))
+    _suppliers: Suppliers = field(init=False, eq=False, repr=False, default=Factory(_supplied, True))
 
     def __attrs_post_init__(self) -> None:
         self._check_edges()
@@ -179,6 +192,10 @@ class StageGraph:
     def after(self, stage: int) -> tuple[int, ...]:
         """Stages that take the output of ``stage``."""
         return self._after[stage]
+
+    def suppliers(self, stage: int, rank: int) -> tuple[int, ...]:
+        """Stages of ``rank`` whose output ``stage`` takes, in the order of its arguments."""
+        return self._suppliers.get((stage, rank), ())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that ``rank`` owns, in order."""

@@ -61,8 +61,10 @@ class Cargo:
     @property
     def grad_bytes(self) -> int:
         """Size in bytes of the gradients of all leaves that want one."""
-        wanted = zip(self.leaves, self.needs_grad, strict=True)
-        return sum([aligned(leaf.numel() * leaf.element_size()) for leaf, is_wanted in wanted if is_wanted])
+        size = 0
+        for leaf, is_wanted in zip(self.leaves, self.needs_grad, strict=True):
+            size += aligned(leaf.nbytes) if is_wanted else 0
+        return size
 
 
 Grads = tuple[torch.Tensor | None, ...]

@@ -143,8 +143,8 @@ class Executor:
                 self.mailbox.wait_send(value, to_rank)
             case PostRecv(value, from_rank):
                 self.mailbox.post(value, from_rank, self._first_bytes(value, self.rank))
-            case WaitRecv(value, from_rank):
-                self._receive(value, from_rank)
+            case WaitRecv(value, _):
+                self._receive(value)
             case _:
                 assert_never(action)
 
@@ -323,15 +323,18 @@ class Executor:
         self.mailbox.send(value, to_rank, content, room=room)
         self._note_size(value, content)
 
-    def _receive(self, value: Value, from_rank: int) -> None:
-        message = self.mailbox.take(value, from_rank)
+    def _receive(self, value: Value) -> None:
+        message = self.mailbox.take(value)
         if not isinstance(value, InputGrad):
             cargo = message.cargo()
             self._note_size(value, cargo)
             self._keep(value, cargo)
             return
-        grads = iter(message.grads())
         suppliers = suppliers_of(value, self.rank, self.graph)
+        if len(suppliers) == 1:
+            self._keep(value, {suppliers[0]: message.grads()})
+            return
+        grads = iter(message.grads())
         sizes = [self._sizes[before, value.microbatch][0] for before in suppliers]
         self._keep(value, {before: tuple(islice(grads, size)) for before, size in zip(suppliers, sizes, strict=True)})
 

@@ -6,7 +6,7 @@ A model's layouts repeat, microbatch after microbatch, so they are worked out an
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -28,22 +28,26 @@ class Layout:
     """A description, and the places of the tensors that stand behind it.
 
     Attributes:
-        description: in bytes, as it travels.
+        description: in bytes.
+        padded_description: as it travels, up to where the first tensor may start.
         tensors: the shape of each tensor, its place in bytes from the beginning of the message, and its size in bytes.
         total: bytes of the whole message.
     """
 
     description: bytes
     _present: Sequence[Shape]
+    padded_description: bytes = field(init=False)
     tensors: tuple[tuple[Shape, int, int], ...] = field(init=False)
     total: int = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        place, tensors = ALIGNMENT + aligned(len(self.description)), []
+        padded = self.description.ljust(aligned(len(self.description)), b"\0")
+        place, tensors = ALIGNMENT + len(padded), []
         for shape in self._present:
             size = shape[1].numel() * shape[0].itemsize
             tensors.append((shape, place, size))
             place += aligned(size)
+        object.__setattr__(self, "padded_description", padded)
         object.__setattr__(self, "tensors", tuple(tensors))
         object.__setattr__(self, "total", place)
 
@@ -74,8 +78,8 @@ class GradsLayout(Layout):
 
 def layout_of_cargo(cargo: Cargo) -> CargoLayout:
     """The layout of a cargo."""
-    shapes = tuple([shape_of(leaf) for leaf in cargo.leaves])
-    random_shapes = tuple([(state.dtype, state.shape, None) for state in cargo.randomness])
+    shapes = _shapes_of(cargo.leaves)
+    random_shapes = _present(_shapes_of(cargo.randomness)) if cargo.randomness else ()
     if None not in shapes:
         return _without_constants(cargo.spec, cargo.places, shapes, cargo.needs_grad, random_shapes)
     # Constants may be of any type, also one that cannot be looked up.
@@ -85,7 +89,7 @@ def layout_of_cargo(cargo: Cargo) -> CargoLayout:
 
 def layout_of_grads(grads: Grads) -> GradsLayout:
     """The layout of gradients."""
-    return _of_grads(tuple([shape_of(grad) for grad in grads]))
+    return _of_grads(_shapes_of(grads))
 
 
 def read_layout(description: bytes) -> CargoLayout:
@@ -100,14 +104,16 @@ def read_grads_layout(description: bytes) -> GradsLayout:
     return GradsLayout(description, _present(shapes), shapes)
 
 
-def shape_of(leaf: Any) -> Shape | None:
-    """The shape of a tensor; None for anything else."""
-    return (leaf.dtype, leaf.shape, strides_of(leaf)) if isinstance(leaf, torch.Tensor) else None
-
-
-def strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides that keep the order of the dimensions in memory, without gaps; None for a contiguous tensor."""
-    return None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+def _shapes_of(leaves: Iterable[Any]) -> tuple[Shape | None, ...]:
+    """The shape of each leaf that is a tensor; strides keep the order of its dimensions in memory, without gaps."""
+    shapes: list[Shape | None] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            strides = None if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
+            shapes.append((leaf.dtype, leaf.shape, strides))
+        else:
+            shapes.append(None)
+    return tuple(shapes)
 
 
 def _present(shapes: Sequence[Shape | None]) -> tuple[Shape, ...]:

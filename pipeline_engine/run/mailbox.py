@@ -25,6 +25,7 @@ from pipeline_engine.run.transports.base import Failure, Handle, Transport
 class _Letter:
     """A message on its way in; ``arrived`` is its first part, once it has been read."""
 
+    lane: _Lane
     stamp: wire.Stamp
     first: Handle
     arrived: wire.Arrived | None = None
@@ -39,12 +40,13 @@ class _Lane:
     microbatch of the same call: after ``invalidate`` a value is made and sent again.
 
     Attributes:
-        number: of the channel.
+        channel, number: which one.
         count: how many messages it has had, from one settle to the next.
         unread: what has come or will come on it; see Note [reading in order].
         sent_bytes: how much was ever sent on it.
     """
 
+    channel: Channel
     number: int
     count: int = 0
     unread: deque[_Letter] = field(factory=deque)
@@ -55,19 +57,21 @@ class Traffic:
     """What goes over a pipeline's channels, for all its calls."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Channel, _Lane] = {}
+        self._lanes: dict[tuple[type[Value], int, int, int], _Lane] = {}
 
-    def lane(self, channel: Channel) -> _Lane:
-        """This rank's end of ``channel``."""
-        lane = self._lanes.get(channel)
+    def lane(self, value: Value, source: int, target: int) -> _Lane:
+        """This rank's end of the channel on which ``value`` travels from rank ``source`` to rank ``target``."""
+        key = (type(value), getattr(value, "stage", 0), source, target)
+        lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[channel] = _Lane(wire.number_of(channel))
+            channel = channel_of(value, source, target)
+            lane = self._lanes[key] = _Lane(channel, wire.number_of(channel))
         return lane
 
     @property
     def sent_bytes(self) -> dict[Channel, int]:
         """How much was sent on each channel."""
-        return {channel: lane.sent_bytes for channel, lane in self._lanes.items() if lane.sent_bytes}
+        return {lane.channel: lane.sent_bytes for lane in self._lanes.values() if lane.sent_bytes}
 
     def clear(self) -> None:
         """The channels are empty, and both ends count from 0."""
@@ -98,17 +102,16 @@ class Mailbox:
 
     def send(self, value: Value, target: int, content: Cargo | Grads, *, room: int = wire.FIRST_BYTES) -> None:
         """Start sending the content of a value, for whose first part the other end posts ``room`` bytes."""
-        channel = channel_of(value, self.transport.rank, target)
-        lane = self.traffic.lane(channel)
+        lane = self.traffic.lane(value, self.transport.rank, target)
         stamp = self._next(lane, value)
         if isinstance(content, Cargo):
             first, *second = wire.encode_cargo(content, stamp)
         else:
             first, *second = wire.encode_grads(content, stamp, room)
-        handles = [self.transport.send(channel, first, room=room)]
+        handles = [self.transport.send(lane.channel, first, room=room)]
         lane.sent_bytes += len(first)
         for part in second:
-            handles.append(self.transport.send(continued(channel), part))
+            handles.append(self.transport.send(continued(lane.channel), part))
             lane.sent_bytes += len(part)
         self._sends[value, target] = handles
 
@@ -119,9 +122,8 @@ class Mailbox:
 
     def post(self, value: Value, source: int, room: int) -> None:
         """Post the receive of a message whose first part has at most ``room`` bytes."""
-        channel = channel_of(value, source, self.transport.rank)
-        lane = self.traffic.lane(channel)
-        letter = _Letter(self._next(lane, value), self.transport.receive(channel, room))
+        lane = self.traffic.lane(value, source, self.transport.rank)
+        letter = _Letter(lane, self._next(lane, value), self.transport.receive(lane.channel, room))
         self._letters[value] = letter
         lane.unread.append(letter)
 
@@ -129,7 +131,7 @@ class Mailbox:
         lane.count += 1
         return wire.Stamp(value.microbatch, self.call, self.verify, lane.number, lane.count - 1)
 
-    def take(self, value: Value, source: int) -> wire.Arrived:
+    def take(self, value: Value) -> wire.Arrived:
         """Wait for a message.
 
         Raises:
@@ -138,21 +140,21 @@ class Mailbox:
         """
         letter = self._letters.pop(value)
         if letter.arrived is None:
-            self._read_up_to(letter, channel_of(value, source, self.transport.rank))
+            self._read_up_to(letter)
         if letter.second is None:
             return cast(wire.Arrived, letter.arrived)
         self.transport.wait(letter.second, deadline=self.deadline)
         return wire.Arrived.opened(letter.second.buffer, letter.stamp)
 
-    def _read_up_to(self, letter: _Letter, channel: Channel) -> None:
+    def _read_up_to(self, letter: _Letter) -> None:
         """Read the first parts of all messages up to this one; see Note [reading in order]."""
-        unread = self.traffic.lane(channel).unread
+        lane, unread = letter.lane, letter.lane.unread
         while letter.arrived is None:
             oldest = unread[0]
             self.transport.wait(oldest.first, deadline=self.deadline)
             arrived = wire.Arrived.opened(oldest.first.buffer, oldest.stamp)
             if arrived.second_part_bytes:
-                oldest.second = self.transport.receive(continued(channel), arrived.second_part_bytes)
+                oldest.second = self.transport.receive(continued(lane.channel), arrived.second_part_bytes)
             oldest.arrived = arrived
             unread.popleft()
 

@@ -112,6 +112,11 @@ class Watchdog:
         with self._lock:  # two threads that both found nothing would make two dicts, and one word would be lost
             return self._words[self.epoch, number]
 
+    @property
+    def has_words(self) -> bool:
+        """Whether anybody has said something in an exchange that is not over, or left a loop; never blocks."""
+        return bool(self._words or self._departures)
+
     def early_words(self, number: int) -> list[tuple[int, bytes]]:
         """What peers have said in exchange ``number`` while this rank is not in it; never blocks."""
         words = self._words.get((self.epoch, number), {})

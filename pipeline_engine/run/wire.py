@@ -25,7 +25,7 @@ from attrs import frozen
 
 from pipeline_engine.errors import TransportError
 from pipeline_engine.plan.values import Channel
-from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads
+from pipeline_engine.run.cargo import ALIGNMENT, Cargo, Grads, aligned
 from pipeline_engine.run.layout import Layout, Shape, layout_of_cargo, layout_of_grads, read_grads_layout, read_layout
 from pipeline_engine.run.transports.base import SMALL, Failure, Message
 
@@ -89,7 +89,7 @@ def _parts(kind: int, stamp: Stamp, layout: Layout, tensors: list[torch.Tensor],
         message: Message = b"".join((_prefix(kind, 1, checksum, stamp, layout), content, tail))
     else:
         message = _gathered(layout, tensors)
-        checksum = _checksum(message, layout.total) if stamp.verify else 0
+        checksum = _checksum(_view(message), layout.total) if stamp.verify else 0
         ctypes.memmove(message.data_ptr(), _prefix(kind, 1, checksum, stamp, layout), ALIGNMENT)
         ctypes.memmove(message.data_ptr() + layout.total, tail, _TAIL.size)
     if layout.total + _TAIL.size <= limit:
@@ -104,16 +104,12 @@ def _prefix(kind: int, parts: int, checksum: int, stamp: Stamp, layout: Layout) 
 
 def _joined(layout: Layout, tensors: list[torch.Tensor]) -> bytes:
     """Description and tensors of a small message; moved by hand, since torch's operators take longer to begin."""
-    pieces = [_padded(layout.description)]
+    pieces = [layout.padded_description]
     for (shape, _, size), tensor in zip(layout.tensors, tensors, strict=True):
         plain = tensor if _is_plain(tensor, shape) else _empty(shape).copy_(tensor)
-        pieces.append(_padded(ctypes.string_at(plain.data_ptr(), size)))
+        pieces.append(ctypes.string_at(plain.data_ptr(), size))
+        pieces.append(bytes(aligned(size) - size))
     return b"".join(pieces)
-
-
-def _padded(data: bytes) -> bytes:
-    rest = len(data) % ALIGNMENT
-    return data + bytes(ALIGNMENT - rest) if rest else data
 
 
 def _gathered(layout: Layout, tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -154,9 +150,16 @@ def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
     return tensor.set_(message.untyped_storage(), place // dtype.itemsize, sizes, strides or ())
 
 
-def _checksum(message: Message, total: int) -> int:
+def _view(message: Message) -> memoryview:
+    """Its bytes, where they stand."""
+    if isinstance(message, torch.Tensor):
+        return memoryview((ctypes.c_uint8 * len(message)).from_address(message.data_ptr())).cast("B")
+    return memoryview(message)
+
+
+def _checksum(message: memoryview, total: int) -> int:
     """Of all bytes between prefix and tail."""
-    return zlib.crc32(_read(message, ALIGNMENT, total - ALIGNMENT))
+    return zlib.crc32(message[ALIGNMENT:total])
 
 
 class _Prefix(NamedTuple):
@@ -174,9 +177,15 @@ class _Prefix(NamedTuple):
 
 @frozen(eq=False)
 class Arrived:
-    """A part of a message that has come, and is the one that its channel carries at its place, to its end."""
+    """A part of a message that has come, and is the one that its channel carries at its place, to its end.
 
-    part: Message
+    Attributes:
+        second_part_bytes: length of the second part that this one announces; 0 if this is the whole message.
+    """
+
+    second_part_bytes: int
+    _part: Message
+    _view: memoryview
     _stamp: Stamp
     _prefix: _Prefix
 
@@ -192,13 +201,16 @@ class Arrived:
             PeerFailedError: it is a notice of failure.
             TransportError: it is another message, or one whose end is missing.
         """
-        prefix = _Prefix._make(_PREFIX.unpack(_read(part, 0, ALIGNMENT)))
+        view = _view(part)
+        if len(view) < ALIGNMENT:
+            raise _too_short(view, ALIGNMENT)
+        prefix = _Prefix._make(_PREFIX.unpack_from(view))
         if prefix.magic != _MAGIC:
             raise TransportError(
                 f"a message begins with {prefix.magic!r}, not with {_MAGIC!r}: the channel carries foreign data."
             )
         if prefix.kind == _FAILURE:
-            failure = pickle.loads(_read(part, ALIGNMENT, prefix.length))
+            failure = pickle.loads(view[ALIGNMENT : ALIGNMENT + prefix.length])
             assert isinstance(failure, Failure)
             raise failure.as_error()
         if prefix.place != stamp.place:
@@ -206,15 +218,13 @@ class Arrived:
                 f"message {prefix.place} of a channel arrived where message {stamp.place} was expected: one was lost, "
                 "or came twice."
             )
-        end = ALIGNMENT - _TAIL.size if prefix.parts == 2 else prefix.total
-        if _read(part, end, _TAIL.size) != _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF):
+        is_whole = prefix.parts == 1
+        end = prefix.total + _TAIL.size if is_whole else ALIGNMENT
+        if end > len(view):
+            raise _too_short(view, end)
+        if view[end - _TAIL.size : end] != _TAIL.pack(stamp.channel, stamp.place & 0xFFFFFFFF):
             raise TransportError(f"message {stamp.place} of a channel arrived without its end: it was cut short.")
-        return cls(part, stamp, prefix)
-
-    @property
-    def second_part_bytes(self) -> int:
-        """Length of the second part that this one announces; 0 if this is the whole message."""
-        return self._prefix.total + _TAIL.size if self._prefix.parts == 2 else 0
+        return cls(0 if is_whole else prefix.total + _TAIL.size, part, view, stamp, prefix)
 
     def cargo(self) -> Cargo:
         """The message as a cargo; its large tensors live in the received bytes.
@@ -248,42 +258,38 @@ class Arrived:
                 "a message of kind {} of call {} for microbatch {} arrived where one of ".format(*got)
                 + "kind {} of call {} for microbatch {} was expected.".format(*wanted)
             )
-        if prefix.is_verified and _checksum(self.part, prefix.total) != prefix.checksum:
+        if prefix.is_verified and _checksum(self._view, prefix.total) != prefix.checksum:
             raise TransportError(
                 f"the checksum of a message for microbatch {stamp.microbatch} is wrong: bytes were changed."
             )
-        return _read(self.part, ALIGNMENT, prefix.length)
+        return bytes(self._view[ALIGNMENT : ALIGNMENT + prefix.length])
 
     def _tensors(self, layout: Layout) -> list[torch.Tensor]:
-        if layout.total > len(self.part):
+        if layout.total > len(self._view):
             raise TransportError(
-                f"a message of {len(self.part)} bytes announces tensors of {layout.total} bytes in all: "
+                f"a message of {len(self._view)} bytes announces tensors of {layout.total} bytes in all: "
                 + ", ".join(f"{dtype} {list(sizes)}" for (dtype, sizes, _), _, _ in layout.tensors)
             )
-        return [self._tensor(*each) for each in layout.tensors]
+        tensors = []
+        for shape, place, size in layout.tensors:
+            if size > SMALL and isinstance(self._part, torch.Tensor):
+                tensors.append(_place(self._part, place, shape))
+            else:
+                tensors.append(tensor := _empty(shape))
+                ctypes.memmove(tensor.data_ptr(), bytes(self._view[place : place + size]), size)
+        return tensors
 
-    def _tensor(self, shape: Shape, place: int, size: int) -> torch.Tensor:
-        if isinstance(self.part, torch.Tensor) and size > SMALL:
-            return _place(self.part, place, shape)
-        tensor = _empty(shape)
-        ctypes.memmove(tensor.data_ptr(), _read(self.part, place, size), size)
-        return tensor
+
+def _too_short(view: memoryview, announced: int) -> TransportError:
+    return TransportError(f"a message of {len(view)} bytes arrived where {announced} bytes were announced.")
 
 
 def packed(tree: Any) -> bytes:
     """A tree of tensors as bytes that are no message, but travel in an exchange."""
     (message,) = encode_cargo(Cargo.of(tree), Stamp(0), limit=sys.maxsize)
-    return _read(message, 0, len(message))
+    return bytes(_view(message))
 
 
 def unpacked(word: bytes) -> Any:
     """The tree again, its tensors on the CPU."""
     return Arrived.opened(word, Stamp(0)).cargo().tree()
-
-
-def _read(message: Message, offset: int, length: int) -> bytes:
-    if offset + length > len(message):
-        raise TransportError(f"a message of {len(message)} bytes arrived where {offset + length} bytes were announced.")
-    if isinstance(message, torch.Tensor):
-        return ctypes.string_at(message.data_ptr() + offset, length)
-    return bytes(message[offset : offset + length])

@@ -50,7 +50,7 @@ def test_messages_of_two_parts_are_taken_in_any_order(order: tuple[int, ...]) ->
             for value in values:
                 mailbox.post(value, 0, wire.FIRST_BYTES)
             for number in order:
-                tensor = mailbox.take(values[number], 0).cargo().tree()
+                tensor = mailbox.take(values[number]).cargo().tree()
                 assert tensor.tolist() == [float(number)] * sizes[number]
 
     run_ranks_in_threads(on_rank, 2)
@@ -70,8 +70,8 @@ def test_messages_of_two_calls_on_one_channel_keep_apart() -> None:
         else:
             for mailbox in (earlier, later):
                 mailbox.post(value, 0, wire.FIRST_BYTES)
-            assert later.take(value, 0).cargo().tree().sum() == 7000
-            assert earlier.take(value, 0).cargo().tree().sum() == 0
+            assert later.take(value).cargo().tree().sum() == 7000
+            assert earlier.take(value).cargo().tree().sum() == 0
 
     run_ranks_in_threads(on_rank, 2)
 
@@ -89,7 +89,7 @@ def test_a_notice_of_failure_takes_the_place_of_every_message_that_is_owed() -> 
                 mailbox.post(value, 0, wire.FIRST_BYTES)
             for value in values:
                 with pytest.raises(pe.PeerFailedError, match=r"rank 0 failed while it performed 0F3 .*boom"):
-                    mailbox.take(value, 0)
+                    mailbox.take(value)
 
     run_ranks_in_threads(on_rank, 2)
 
@@ -243,4 +243,4 @@ def test_a_message_from_before_an_invalidate_is_not_taken_for_the_one_that_was_m
 def test_a_value_that_was_never_posted_cannot_be_taken() -> None:
     mailbox = Mailbox(MemoryTransport.connect(2)[0], DEADLINE, Traffic())
     with pytest.raises(KeyError):
-        mailbox.take(InputGrad(1, 0), 1)
+        mailbox.take(InputGrad(1, 0))

@@ -70,12 +70,12 @@ class Direct:
         """Send a message of channel ``number``; its place among all that was sent to ``peer``."""
         return self._backlogs[peer].send(_FRAME.pack(epoch, number, len(message)) + message)
 
-    def wait_sent(self, peer: int, place: int, *, over: Callable[[], bool], deadline: float) -> bool:
+    def wait_sent(self, peer: int, place: int, *, over: Callable[[], object], deadline: float) -> bool:
         """Block until a message is on its way, or ``over``, or ``deadline`` seconds have passed; whether it is."""
         return self._backlogs[peer].wait(place, over, deadline)
 
     def take(
-        self, peer: int, epoch: int, number: int, place: int, *, over: Callable[[], bool], deadline: float
+        self, peer: int, epoch: int, number: int, place: int, *, over: Callable[[], object], deadline: float
     ) -> bytearray | None:
         """Message ``place`` of a channel; None if ``over`` came first or the deadline, in seconds, has passed.
 
@@ -83,12 +83,13 @@ class Direct:
             ConnectionError: the peer is gone.
         """
         messages = self._arrived[peer, epoch, number].messages
-        until = monotonic() + deadline if place not in messages else 0.0
-        while place not in messages:
-            left = until - monotonic()
-            if over() or left <= 0:
-                return None
-            self._read(peer, left)
+        if place not in messages:
+            until = monotonic() + deadline
+            while place not in messages:
+                left = until - monotonic()
+                if over() or left <= 0:
+                    return None
+                self._read(peer, left)
         return messages.pop(place)
 
     def wake(self) -> None:
@@ -136,7 +137,9 @@ class Direct:
             end = start + _FRAME.size + length
             if len(unread) < end:
                 break
-            self._arrived[peer, epoch, number].add(unread[start + _FRAME.size : end])
+            arrivals = self._arrived[peer, epoch, number]
+            arrivals.messages[arrivals.count] = unread[start + _FRAME.size : end]
+            arrivals.count += 1
             start = end
         del unread[:start]
 
@@ -147,10 +150,6 @@ class _Arrivals:
 
     count: int = 0
     messages: dict[int, bytearray] = Factory(dict)
-
-    def add(self, message: bytearray) -> None:
-        self.messages[self.count] = message
-        self.count += 1
 
 
 @define(eq=False)
@@ -182,7 +181,7 @@ class _Backlog:
             self.is_writing = False
             return self._count
 
-    def wait(self, number: int, over: Callable[[], bool], deadline: float) -> bool:
+    def wait(self, number: int, over: Callable[[], object], deadline: float) -> bool:
         """Block until frame ``number`` is with the kernel, or ``over``, or the deadline; whether it is."""
         if self._written < number:
             with self._lock:

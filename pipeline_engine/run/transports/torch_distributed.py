@@ -103,8 +103,8 @@ class TorchTransport(Transport):
         end = self._end(channel, sending=True)
         if (len(message) if room is None else room) > SMALL:
             return self._post(Posted(channel, _tensor_of(message), end))
-        epoch = self._watchdog.epoch
-        return Letter(channel, message, end, epoch, self._direct.send(end.peer, epoch, end.number, _bytes_of(message)))
+        epoch, given = self._watchdog.epoch, message if type(message) is bytes else _bytes_of(message)
+        return Letter(channel, message, end, epoch, self._direct.send(end.peer, epoch, end.number, given))
 
     def receive(self, channel: Channel, room: int) -> Handle:
         end = self._end(channel, sending=False)
@@ -145,25 +145,22 @@ class TorchTransport(Transport):
             raise TransportError(
                 f"a message on channel {letter.channel} was not moved: it was posted before the last settle."
             )
-        if not (self._has_left(letter, deadline) if letter.end.sending else self._has_come(letter, deadline)):
+        end = letter.end
+        if end.sending:
+            moved = self._direct.wait_sent(end.peer, letter.place, over=self._watchdog.failure, deadline=deadline)
+        else:
+            moved = letter.buffer is not _NOT_YET or self._has_come(letter, deadline)
+        if not moved:
             self._raise_failure()
             raise DeadlineError(
-                f"nothing moved on channel {letter.channel} within {deadline} seconds; "
-                f"waiting for rank {letter.end.peer}."
+                f"nothing moved on channel {letter.channel} within {deadline} seconds; waiting for rank {end.peer}."
             )
-
-    def _has_left(self, letter: Letter, deadline: float) -> bool:
-        """Block until a small message is on its way, or a failure, or the deadline; whether it is."""
-        return self._direct.wait_sent(letter.end.peer, letter.place, over=self._has_failed, deadline=deadline)
 
     def _has_come(self, letter: Letter, deadline: float) -> bool:
         """Block until a small message is here, or a failure, or the deadline; whether it is."""
-        if letter.buffer is not _NOT_YET:
-            return True
-        self._look_ahead()
         peer, number = letter.end.peer, letter.end.number
         try:
-            news = self._direct.take(peer, letter.epoch, number, letter.place, over=self._has_failed, deadline=deadline)
+            news = self._direct.take(peer, letter.epoch, number, letter.place, over=self._is_lost, deadline=deadline)
         except ConnectionError:
             self._explain(peer, RuntimeError(f"the connection that carries channel {letter.channel} is lost"))
         if news is None:
@@ -171,7 +168,10 @@ class TorchTransport(Transport):
         letter.buffer = news
         return True
 
-    def _has_failed(self) -> bool:
+    def _is_lost(self) -> bool:
+        """Whether nobody need wait for a message any more."""
+        if self._watchdog.has_words:
+            self._look_ahead()
         return self._watchdog.failure() is not None
 
     def _wait_in_gloo(self, handle: Posted, deadline: float) -> None:
