@@ -71,7 +71,8 @@ def agree(transport: Transport, word: Word, *, deadline: float) -> Agreed:
     Raises:
         UsageError: on every rank, if two ranks differ; the message shows both sides.
     """
-    words: list[Word] = [_unpacked(each) for each in transport.exchange(_packed(word), deadline=deadline)]
+    said = transport.exchange(_packed(word), deadline=deadline)
+    words = [word] if len(set(said)) == 1 else [_unpacked(each) for each in said]
     counts = tuple(map(max, zip(*(each.counts for each in words), strict=True)))
     held = {call: {m for each in words for m in each.held.get(call, ())} for call in word.held}
     for refusal in (each.refusal for each in words):

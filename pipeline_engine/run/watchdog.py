@@ -21,6 +21,7 @@ from attrs import Factory, asdict, define, field
 
 from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Failure
 from pipeline_engine.run.transports.wires import Frame, Kind, Wire
+from pipeline_engine.run.words import Words
 
 LOST = "its connection was lost"
 
@@ -69,7 +70,7 @@ class Watchdog:
     _left: dict[int, Failure] = Factory(dict)
     _died: dict[int, Failure] = Factory(dict)
     _failures: dict[int, Failure] = Factory(dict)
-    _words: dict[tuple[int, int], dict[int, bytes]] = Factory(lambda: defaultdict(dict))
+    _words: Words = Factory(lambda self: Words(1 + len(self._wires)), takes_self=True)
     _tallies: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
     _answers: dict[int, dict[int, bytes]] = Factory(lambda: defaultdict(dict))
     _departures: dict[int, bytes] = Factory(dict)  # by peer, the last one of this epoch
@@ -107,27 +108,32 @@ class Watchdog:
         """How ``peer`` left or died; it will never say anything again."""
         return self._died.get(peer) or self._left.get(peer)
 
-    def words(self, number: int) -> dict[int, bytes]:
-        """What was said in exchange ``number`` of this epoch, by rank, as far as it was heard."""
-        with self._lock:  # two threads that both found nothing would make two dicts, and one word would be lost
-            return self._words[self.epoch, number]
+    def words_are_complete(self, number: int) -> bool:
+        """Whether all that was said in exchange ``number`` of this epoch is here."""
+        return self._words.are_complete((self.epoch, number))
+
+    def take_words(self, number: int) -> list[bytes]:
+        """All that was said in exchange ``number`` of this epoch, in rank order, once it is complete."""
+        with self._lock:
+            return list(self._words.take((self.epoch, number)))
+
+    def unheard(self, number: int) -> list[int]:
+        """Ranks of which this one does not know that they are in exchange ``number`` of this epoch."""
+        with self._lock:
+            return [rank for rank in self._words.unheard((self.epoch, number)) if rank != self.rank]
 
     @property
-    def has_words(self) -> bool:
-        """Whether anybody has said something in an exchange that is not over, or left a loop; never blocks."""
-        return bool(self._words or self._departures)
+    def has_strays(self) -> bool:
+        """Whether there may be early words or departures; never blocks."""
+        return bool(self._departures) or self._words.some_are_early
 
     def early_words(self, number: int) -> list[tuple[int, bytes]]:
-        """What peers have said in exchange ``number`` while this rank is not in it; never blocks."""
-        words = self._words.get((self.epoch, number), {})
-        return [] if self.rank in words else list(words.items())
+        """What peers have said who have waited for long in exchange ``number``; never blocks."""
+        return self._words.early((self.epoch, number))
 
     def departures(self) -> list[tuple[int, bytes]]:
         """What peers have said when they left a loop, in this epoch; never blocks."""
         return list(self._departures.items()) if self._departures else []
-
-    def forget_words(self, number: int) -> None:
-        self._words.pop((self.epoch, number), None)
 
     def tallies(self) -> dict[int, bytes]:
         """What each rank has posted in this epoch, as far as it was told."""
@@ -167,10 +173,25 @@ class Watchdog:
         self._ring()
 
     def say_word(self, number: int, word: bytes) -> None:
+        """Speak in exchange ``number`` of this epoch; see Note [one gathers]."""
         with self._lock:
-            self.words(number)[self.rank] = word
             self._own_departure = None
-        self.tell_all(Kind.WORD, word, number)
+            told = self._words.gather((self.epoch, number), 0, word) if self.rank == 0 else b""
+        if self.rank != 0:
+            self._wires[0].send(Frame(Kind.WORD, self.epoch, number, word))
+        elif told:
+            self._tell_words(Frame(Kind.WORDS, self.epoch, number, told))
+
+    def _tell_words(self, words: Frame) -> None:
+        for wire in self._wires.values():
+            wire.send(words)
+        with self._lock:
+            self._words.learn((words.epoch, words.number), words.body)
+            self._changed.notify_all()
+
+    def say_early(self, number: int, word: bytes) -> None:
+        """Tell all that this rank has waited for long in exchange ``number``."""
+        self.tell_all(Kind.EARLY, word, number)
 
     def ask_all(self, seconds: float) -> dict[int, bytes]:
         """What every rank that can be reached says that it does; those that do not answer in time are left out."""
@@ -187,8 +208,7 @@ class Watchdog:
         with self._lock:
             self._failures.pop(self.epoch, None)
             self._tallies.pop(self.epoch, None)
-            for key in [key for key in self._words if key[0] <= self.epoch]:
-                del self._words[key]
+            self._words.forget(self.epoch)
             self._departures.clear()
             self._own_departure = None
             self.epoch += 1
@@ -273,25 +293,36 @@ class Watchdog:
         if ended:
             self._selector.unregister(self._wires[peer].socket)
         with self._lock:
-            for frame in frames:
-                self._note(peer, frame)
+            answers = [answer for frame in frames if (answer := self._note(peer, frame)) is not None]
             if ended and peer not in self._left:
                 self._died[peer] = Failure(peer, "an unknown action", LOST, "")
-            self._changed.notify_all()
+            if ended or any(frame.kind is not Kind.WORD for frame in frames):  # a word alone ends no wait
+                self._changed.notify_all()
+        for answer in answers:
+            if answer.kind is Kind.WORDS:
+                self._tell_words(answer)
+            else:
+                self._wires[peer].send(answer)
         return peer in self._died
 
-    def _note(self, peer: int, frame: Frame) -> None:
+    def _note(self, peer: int, frame: Frame) -> Frame | None:
+        """Take in a frame; what is to be said to it, words to all and an answer to ``peer``."""
         if frame.kind is Kind.GOODBYE:
             self._left[peer] = Failure(peer, "an unknown action", "it closed its transport", "")
         elif frame.kind is Kind.ASK:
-            self._wires[peer].send(Frame(Kind.ANSWER, frame.epoch, frame.number, self._master.state()))
+            return Frame(Kind.ANSWER, frame.epoch, frame.number, self._master.state())
         elif frame.kind is Kind.ANSWER:
             if frame.number in self._answers:
                 self._answers[frame.number][peer] = frame.body
         elif frame.epoch < self.epoch:
-            return  # settled already
+            return None  # settled already
         elif frame.kind is Kind.WORD:
-            self._words[frame.epoch, frame.number][peer] = frame.body
+            told = self._words.gather((frame.epoch, frame.number), peer, frame.body)
+            return Frame(Kind.WORDS, frame.epoch, frame.number, told) if told else None
+        elif frame.kind is Kind.WORDS:
+            self._words.learn((frame.epoch, frame.number), frame.body)
+        elif frame.kind is Kind.EARLY:
+            self._words.hear_early((frame.epoch, frame.number), peer, frame.body)
         elif frame.kind is Kind.DEPARTURE:
             self._departures[peer] = frame.body
         elif frame.kind is Kind.TALLY:
@@ -300,3 +331,4 @@ class Watchdog:
             self._failures.setdefault(frame.epoch, unpack_failure(frame.body))
             if frame.epoch == self.epoch:
                 self._alarm = self._alarm or monotonic() + self.grace
+        return None

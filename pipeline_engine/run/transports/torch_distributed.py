@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import RLock, Thread, current_thread, main_thread
 from time import monotonic
@@ -20,13 +19,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed import distributed_c10d as c10d
+from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
-from pipeline_engine.errors import DeadlineError, TransportError, UsageError
+from pipeline_engine.errors import DeadlineError, TransportError
 from pipeline_engine.plan.values import Channel
 from pipeline_engine.run.transports.base import SMALL, Failure, Handle, Message, Transport
 from pipeline_engine.run.transports.direct import Direct, Letter
+from pipeline_engine.run.transports.groups import checked, own_store
 from pipeline_engine.run.transports.links import End, Links, Posted, pack_tally, unpack_tally
 from pipeline_engine.run.transports.meeting import connect_wires
 from pipeline_engine.run.transports.wires import Kind
@@ -36,11 +35,11 @@ WHOLE = b"whole"
 _SETTLED = 2**32 - 1  # the number of the exchange that ends an epoch
 _BUILT = 2**32 - 2  # of the exchange after which all links stand
 _SECONDS_TO_HEAR_WHY = 0.5
+_SECONDS_TO_BE_EARLY = 0.5
 _SECONDS_TO_BUILD = 30.0  # gloo's rendezvous hears of no failure
 _SECONDS_TO_DRAIN = 10.0
 _SECONDS_FOR_THE_STORE = 0.3
 _NOT_YET = b""  # the buffer of a small message until it has come
-_constructed: Counter[str] = Counter()  # transports made over each process group: the same on every rank
 
 
 class TorchTransport(Transport):
@@ -59,9 +58,9 @@ class TorchTransport(Transport):
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, *, timeout: float = 60.0, grace: float = 0.3) -> None:
-        group = _checked(process_group)
+        group = checked(process_group)
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group, self._store = group, _own_store(group)
+        self._group, self._store = group, own_store(group)
         self._lock = RLock()
         self._links = Links(self.rank, (), None, self._lock)
         self._generation = self._exchanges = 0
@@ -97,7 +96,6 @@ class TorchTransport(Transport):
             self._raise_failure(error)
             raise TransportError(f"rank {self.rank} could not connect to all other ranks: {error}") from error
         self._exchange(_BUILT, b"", failure, "the channels were not built", deadline)
-        self._watchdog.forget_words(_BUILT)
 
     def send(self, channel: Channel, message: Message, *, room: int | None = None) -> Handle:
         end = self._end(channel, sending=True)
@@ -170,7 +168,7 @@ class TorchTransport(Transport):
 
     def _is_lost(self) -> bool:
         """Whether nobody need wait for a message any more."""
-        if self._watchdog.has_words:
+        if self._watchdog.has_strays:
             self._look_ahead()
         return self._watchdog.failure() is not None
 
@@ -201,35 +199,56 @@ class TorchTransport(Transport):
     def exchange(self, word: bytes, *, deadline: float) -> list[bytes]:
         self._check_not_closed()
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        words = self._exchange(number, word, self.failure, "an exchange did not end", deadline)
-        self._watchdog.forget_words(number)
-        return words
+        return self._exchange(number, word, self.failure, "an exchange did not end", deadline)
 
     def _exchange(
         self, number: int, word: bytes, failure: Callable[[], Failure | None], late: str, deadline: float
     ) -> list[bytes]:
-        words = self._watchdog.words(number)
-        self._watchdog.say_word(number, word)
-        self._hear_all(words, failure, late, deadline)
-        return [words[rank] for rank in range(self.num_ranks)]
+        watchdog = self._watchdog
+        watchdog.say_word(number, word)
+        self._hear_all(
+            lambda: watchdog.words_are_complete(number),
+            lambda: watchdog.unheard(number),
+            failure,
+            late,
+            deadline,
+            when_long=lambda: watchdog.say_early(number, word),
+        )
+        return watchdog.take_words(number)
 
     def _hear_all(
-        self, heard: Mapping[int, bytes], failure: Callable[[], Failure | None], late: str, deadline: float
+        self,
+        is_complete: Callable[[], bool],
+        absent: Callable[[], list[int]],
+        failure: Callable[[], Failure | None],
+        late: str,
+        deadline: float,
+        when_long: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every rank is ``heard``; a ``failure``, or the end of one that was not, ends the wait early."""
+        """Wait until all is complete; a ``failure``, or the end of a rank that is ``absent``, ends the wait early.
 
-        def absent() -> list[int]:
-            return [rank for rank in range(self.num_ranks) if rank not in heard]
+        ``when_long`` is called once, before much of the deadline has passed.
+        """
 
         def lost() -> Failure | None:
             return failure() or next(filter(None, map(self._watchdog.gone, absent())), None)
 
-        in_time = self._watchdog.wait_until(lambda: not absent() or lost() is not None, deadline)
-        if not (missing := absent()):
+        def over() -> bool:
+            return is_complete() or lost() is not None
+
+        patience = min(_SECONDS_TO_BE_EARLY, deadline / 2)
+        in_time = self._watchdog.wait_until(over, patience)
+        if not in_time:
+            when_long()
+            in_time = self._watchdog.wait_until(over, deadline - patience)
+        if in_time and failure() is None:  # one that has left may have spoken before, and others know it
+            self._watchdog.wait_until(lambda: is_complete() or failure() is not None, _SECONDS_TO_HEAR_WHY)
+        if is_complete():
             return
         if in_time and (known := lost()) is not None:
             raise known.as_error()
-        raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {', rank '.join(map(str, missing))}.")
+        ranks = ", rank ".join(map(str, absent()))
+        raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {ranks}.")
 
     def _look_ahead(self) -> None:
         """Fail if a peer has strayed, to judge by what it says in the exchange that comes next here, or has said."""
@@ -285,7 +304,11 @@ class TorchTransport(Transport):
         self._settling = True
         self._balance()
         tallies = self._watchdog.tallies()
-        self._hear_all(tallies, lambda: None, "the channels did not settle", deadline)
+
+        def absent() -> list[int]:
+            return [rank for rank in range(self.num_ranks) if rank not in tallies]
+
+        self._hear_all(lambda: not absent(), absent, lambda: None, "the channels did not settle", deadline)
         self._balance()
         is_whole = self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) and not self._direct.is_torn
         word = WHOLE if is_whole else b"broken"
@@ -368,27 +391,3 @@ def _bytes_of(message: Message) -> bytes:
     if isinstance(message, torch.Tensor):
         return ctypes.string_at(message.data_ptr(), message.numel())
     return bytes(message)  # itself, if that is what it is
-
-
-def _checked(group: ProcessGroup | None) -> ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UsageError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group('gloo') on every rank."
-        )
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, ProcessGroup):
-        raise UsageError("this rank is not in the process group; make the transport on its members only.")
-    backends = str(c10d._world.pg_backend_config[group])
-    if "cpu:gloo" not in backends:
-        raise UsageError(
-            f"process group {group.group_name} uses {backends}; TorchTransport moves messages over gloo only. "
-            "Make a group with torch.distributed.new_group(backend='gloo') on every rank and pass that one."
-        )
-    return group
-
-
-def _own_store(group: ProcessGroup) -> Store:
-    """A part of the group's store for this transport alone; its number is the same on all ranks."""
-    name = group.group_name
-    _constructed[name] += 1
-    return PrefixStore(f"pipeline_engine/{name}/{_constructed[name]}", c10d._get_process_group_store(group))

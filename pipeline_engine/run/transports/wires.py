@@ -23,6 +23,8 @@ class Kind(IntEnum):
     """What a frame is about."""
 
     WORD = 0
+    WORDS = 7
+    EARLY = 8
     FAILURE = 1
     TALLY = 2
     GOODBYE = 3
