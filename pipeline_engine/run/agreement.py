@@ -78,7 +78,8 @@ def agree(transport: Transport, word: Word, *, deadline: float) -> Agreed:
     for refusal in (each.refusal for each in words):
         if refusal is not None:
             return Agreed(refusal, counts, held)
-    for name in dict.fromkeys(name for each in words for name in each.entries):
+    names = dict.fromkeys(name for each in words for name in each.entries)
+    for name in names if len(words) > 1 else ():
         _compare(name, {rank: each.entries.get(name) for rank, each in enumerate(words)})
     return Agreed(None, counts, held)
 
@@ -122,8 +123,12 @@ def passed(microbatches: object) -> dict[str, object]:
 
 def _in_words(tree: Any) -> str:
     leaves = (tree,) if isinstance(tree, _PLAIN) else tree if _is_flat(tree) else pytree.tree_leaves(tree)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors) or UNKNOWN
+    return _described(tuple([(leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]))
+
+
+@lru_cache(maxsize=4096)  # microbatches are mostly of few shapes
+def _described(tensors: tuple[tuple[torch.dtype, torch.Size], ...]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in tensors) or UNKNOWN
 
 
 def _is_flat(tree: Any) -> bool:
