@@ -1,8 +1,8 @@
 """What the engine adds to a schedule when the caller owns the loss: ``python -m benchmarks.caller_owned_loss``.
 
 Stages sleep for known seconds; the makespan measured is put over the makespan simulated, and over the bound of what the
-actions took in that step. Four drivers: the caller's own loop (``Pipeline.stream``), the closed loop
-(``Pipeline.step``), the same schedule in torch, and every rank alone without any pipeline.
+actions took in that step. Five drivers: the caller's own loop (``Pipeline.stream``), the closed loop
+(``Pipeline.step``), the same schedule in torch, 1F1B written by hand, and every rank alone without any pipeline.
 
 The page is caller_owned_loss.md.
 """
@@ -19,6 +19,7 @@ from attrs import asdict, frozen
 from torch import Tensor
 
 import pipeline_engine as pe
+from benchmarks.by_hand import step_by_hand
 from benchmarks.plans import chosen, rows_of
 from benchmarks.record import Record
 from benchmarks.sleeping import Naps, Sleeping
@@ -41,7 +42,7 @@ from benchmarks.torch_peer import torch_step
 from pipeline_engine.launch import run_ranks
 
 ENGINE_DRIVERS = ("stream", "step")
-PEER_DRIVERS = ("torch", "alone")
+PEER_DRIVERS = ("torch", "hand", "alone")
 DRIVERS = ENGINE_DRIVERS + PEER_DRIVERS
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "looped-bfs")
 
@@ -78,10 +79,13 @@ class Settings:
 
 
 BOTH = ("1f1b", "interleaved")
+FEW_DRIVERS = ("stream", "torch", "hand")
 FULL = (
     Settings(DRIVERS, BOTH, repeats=7, ranks=(2, 4, 8), microbatches=16, forward=0.02, backward=0.04),
-    Settings(("stream", "torch"), BOTH, repeats=7, ranks=(2, 4, 8), microbatches=32, forward=0.02, backward=0.04),
-    Settings(("stream", "torch"), BOTH, repeats=7, ranks=(4, 8), microbatches=16, forward=0.05, backward=0.1),
+    Settings(
+        ("stream", "torch", "hand"), BOTH, repeats=7, ranks=(2, 4, 8), microbatches=32, forward=0.02, backward=0.04
+    ),
+    Settings(FEW_DRIVERS, BOTH, repeats=7, ranks=(4, 8), microbatches=16, forward=0.05, backward=0.1),
     Settings(DRIVERS, BOTH, repeats=7, ranks=(2,), microbatches=16, forward=0.02, backward=0.04, awake=True),
 )
 QUICK = (Settings(DRIVERS, ("1f1b",), repeats=3, ranks=(2, 4), microbatches=16, forward=0.02, backward=0.04),)
@@ -167,7 +171,7 @@ def repeats_on_rank(rank: int, ranks: int, settings: Settings) -> dict[Key, list
 def drivers_of(
     schedule: str, graph: pe.StageGraph, stages: dict[int, Sleeping], inputs: list[Tensor], wanted: tuple[str, ...]
 ) -> Iterator[dict[str, Step]]:
-    """The steps to time, by driver, each over all ``inputs``."""
+    """The steps to time, by driver, each over all ``inputs``; by hand there is 1F1B only."""
     steps: dict[str, Step] = {}
     with ExitStack() as stack:
         if set(wanted) & set(ENGINE_DRIVERS):
@@ -182,7 +186,12 @@ def drivers_of(
             loss=lambda outputs, _: loss_of(outputs),
         )
         steps |= {"torch": peer, "alone": lambda: run_alone(stages, inputs)}
-        yield {driver: steps[driver] for driver in wanted}
+        if schedule == "1f1b":
+            (rank,) = stages
+            steps["hand"] = step_by_hand(
+                stages[rank], rank=rank, num_ranks=graph.num_ranks, inputs=inputs, loss=loss_of
+            )
+        yield {driver: steps[driver] for driver in wanted if driver in steps}
 
 
 def run_alone(stages: Mapping[int, Sleeping], inputs: list[Tensor]) -> None:
