@@ -7,6 +7,7 @@ each peer has posted, and who has left.  What to do about it is the business of 
 from __future__ import annotations
 
 import json
+import pickle
 import selectors
 import signal
 import socket
@@ -68,6 +69,7 @@ class Watchdog:
     _changed: Condition = Factory(lambda self: Condition(self._lock), takes_self=True)
     epoch: int = 0
     _left: dict[int, Failure] = Factory(dict)
+    _last_exchange: dict[int, tuple[int, int] | None] = Factory(dict)  # in which this rank, and those who left, spoke
     _died: dict[int, Failure] = Factory(dict)
     _failures: dict[int, Failure] = Factory(dict)
     _words: Words = Factory(lambda self: Words(1 + len(self._wires)), takes_self=True)
@@ -112,15 +114,21 @@ class Watchdog:
         """Whether all that was said in exchange ``number`` of this epoch is here."""
         return self._words.are_complete((self.epoch, number))
 
-    def take_words(self, number: int) -> list[bytes]:
+    def words(self, number: int) -> list[bytes]:
         """All that was said in exchange ``number`` of this epoch, in rank order, once it is complete."""
+        return list(self._words.said((self.epoch, number)))
+
+    def drop_words(self, number: int) -> None:
+        """Exchange ``number`` is over.  One that ends an epoch is kept until the next: Ctrl-C may come in between."""
         with self._lock:
-            return list(self._words.take((self.epoch, number)))
+            self._words.drop((self.epoch, number))
 
     def unheard(self, number: int) -> list[int]:
-        """Ranks of which this one does not know that they are in exchange ``number`` of this epoch."""
+        """Ranks of which this one does not know that they are, or were when they left, in exchange ``number``."""
+        exchange = (self.epoch, number)
         with self._lock:
-            return [rank for rank in self._words.unheard((self.epoch, number)) if rank != self.rank]
+            unheard = self._words.unheard(exchange)
+            return [rank for rank in unheard if rank != self.rank and self._last_exchange.get(rank) != exchange]
 
     @property
     def has_strays(self) -> bool:
@@ -176,6 +184,7 @@ class Watchdog:
         """Speak in exchange ``number`` of this epoch; see Note [one gathers]."""
         with self._lock:
             self._own_departure = None
+            self._last_exchange[self.rank] = (self.epoch, number)
             told = self._words.gather((self.epoch, number), 0, word) if self.rank == 0 else b""
         if self.rank != 0:
             self._wires[0].send(Frame(Kind.WORD, self.epoch, number, word))
@@ -220,7 +229,7 @@ class Watchdog:
         """Say goodbye and end the thread."""
         if self._closed:
             return
-        self.tell_all(Kind.GOODBYE, b"")
+        self.tell_all(Kind.GOODBYE, pickle.dumps(self._last_exchange.get(self.rank)))
         self._closed = True
         self._ring()
         self._thread.join()
@@ -308,6 +317,7 @@ class Watchdog:
     def _note(self, peer: int, frame: Frame) -> Frame | None:
         """Take in a frame; what is to be said to it, words to all and an answer to ``peer``."""
         if frame.kind is Kind.GOODBYE:
+            self._last_exchange[peer] = pickle.loads(frame.body)
             self._left[peer] = Failure(peer, "an unknown action", "it closed its transport", "")
         elif frame.kind is Kind.ASK:
             return Frame(Kind.ANSWER, frame.epoch, frame.number, self._master.state())

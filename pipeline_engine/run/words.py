@@ -30,23 +30,30 @@ class Words:
         gathered[rank] = word
         if len(gathered) < self.num_ranks:
             return b""
-        del self._gathered[exchange]
         same: dict[bytes, bytes] = {}  # mostly all ranks say the same; once in memory, once in the message
         return pickle.dumps([same.setdefault(gathered[rank], gathered[rank]) for rank in range(self.num_ranks)])
 
     def learn(self, exchange: tuple[int, int], told: bytes) -> None:
-        """Hear what rank 0 has gathered; itself it does so last, since it may end right afterwards."""
+        """Hear what rank 0 has gathered; itself it does so last, since it may end right afterwards.
+
+        Until then what it has gathered stands: if Ctrl-C comes while it tells, its next try tells all again.
+        """
         self._complete[exchange] = pickle.loads(told)
+        self._gathered.pop(exchange, None)
 
     def are_complete(self, exchange: tuple[int, int]) -> bool:
         """Whether all that was said in an exchange is here."""
         return exchange in self._complete
 
-    def take(self, exchange: tuple[int, int]) -> Sequence[bytes]:
-        """What every rank has said in an exchange that is complete, in rank order; it is over."""
+    def said(self, exchange: tuple[int, int]) -> Sequence[bytes]:
+        """What every rank has said in an exchange that is complete, in rank order."""
+        return self._complete[exchange]
+
+    def drop(self, exchange: tuple[int, int]) -> None:
+        """It is over."""
         for rank in [rank for rank, (early, _) in self._early.items() if early == exchange]:
             self._early.pop(rank, None)
-        return self._complete.pop(exchange)
+        self._complete.pop(exchange, None)
 
     def hear_early(self, exchange: tuple[int, int], rank: int, word: bytes) -> None:
         """A rank has waited for long."""

@@ -23,7 +23,8 @@ def test_the_last_word_completes_an_exchange_in_rank_order(order: Sequence[int],
     for each in (words, Words(5)):
         each.learn(FIRST, told)
         assert each.are_complete(FIRST) and each.unheard(FIRST) == []
-        assert list(each.take(FIRST)) == said
+        assert list(each.said(FIRST)) == said
+        each.drop(FIRST)
         assert not each.are_complete(FIRST)
 
 
@@ -35,7 +36,7 @@ def test_two_exchanges_keep_apart(order: list[tuple[tuple[int, int], int]]) -> N
         if told := words.gather(exchange, rank, b"%d in %d" % (rank, exchange[1])):
             words.learn(exchange, told)
     for exchange in (FIRST, SECOND):
-        assert list(words.take(exchange)) == [b"%d in %d" % (rank, exchange[1]) for rank in range(3)]
+        assert list(words.said(exchange)) == [b"%d in %d" % (rank, exchange[1]) for rank in range(3)]
 
 
 def test_equal_words_travel_once() -> None:
@@ -51,10 +52,10 @@ def test_who_is_early_is_known_until_his_exchange_is_over() -> None:
     assert words.early(FIRST) == [(1, b"one")] and words.early(SECOND) == [(2, b"two")]
     assert words.unheard(FIRST) == [0, 2] and words.some_are_early
     words.learn(FIRST, told_by(3, FIRST))
-    words.take(FIRST)
+    words.drop(FIRST)
     assert words.early(FIRST) == [] and words.early(SECOND) == [(2, b"two")] and words.some_are_early
     words.learn(SECOND, told_by(3, SECOND))
-    words.take(SECOND)
+    words.drop(SECOND)
     assert not words.some_are_early
 
 
@@ -71,6 +72,6 @@ def test_an_epoch_is_forgotten_and_the_next_one_stands() -> None:
     words.forget(0)
     assert words.unheard((0, 0)) == [0, 1] and words.unheard((1, 0)) == [0]
     words.learn((1, 0), words.gather((1, 0), 0, b"last"))
-    assert list(words.take((1, 0))) == [b"last", b"1"]
+    assert list(words.said((1, 0))) == [b"last", b"1"]
     with pytest.raises(KeyError):
-        words.take((0, 0))
+        words.said((0, 0))

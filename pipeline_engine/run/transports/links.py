@@ -60,6 +60,7 @@ class Links:
     _lock: RLock
     ends: dict[Channel, End] = field(init=False)
     frozen: bool = field(default=False, init=False)
+    told: bool = field(default=False, init=False)  # whether all peers know how much was posted
     broken: bool = field(default=False, init=False)
     why_broken: str = field(default="", init=False)
     _works: dict[Posted, Work] = field(factory=dict, init=False)
@@ -184,7 +185,7 @@ class Links:
         for end in self.ends.values():
             end.count = end.longest = end.letters = 0
         self._topped_up.clear()
-        self.frozen = False
+        self.frozen = self.told = False
 
     def drop(self) -> None:
         """Close the connections: gloo does so when the last Work and the group are forgotten."""

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-def
 
 from pipeline_engine.errors import DeadlineError, TransportError
 from pipeline_engine.plan.values import Channel
+from pipeline_engine.run.hearing import SECONDS_TO_HEAR_WHY, Hearing
 from pipeline_engine.run.transports.base import SMALL, Failure, Handle, Message, Transport
 from pipeline_engine.run.transports.direct import Direct, Letter
 from pipeline_engine.run.transports.groups import checked, own_store
@@ -34,8 +35,6 @@ from pipeline_engine.run.watchdog import LOST, Watchdog, pack_failure, unpack_fa
 WHOLE = b"whole"
 _SETTLED = 2**32 - 1  # the number of the exchange that ends an epoch
 _BUILT = 2**32 - 2  # of the exchange after which all links stand
-_SECONDS_TO_HEAR_WHY = 0.5
-_SECONDS_TO_BE_EARLY = 0.5
 _SECONDS_TO_BUILD = 30.0  # gloo's rendezvous hears of no failure
 _SECONDS_TO_DRAIN = 10.0
 _SECONDS_FOR_THE_STORE = 0.3
@@ -92,7 +91,7 @@ class TorchTransport(Transport):
                 store = PrefixStore(f"links/{self._generation}", self._store)
                 self._links = Links.build(self._group, store, self.rank, self.num_ranks, channels, self._lock, within)
         except RuntimeError as error:
-            self._watchdog.wait_until(lambda: self.failure() is not None, _SECONDS_TO_HEAR_WHY)
+            self._watchdog.wait_until(lambda: self.failure() is not None, SECONDS_TO_HEAR_WHY)
             self._raise_failure(error)
             raise TransportError(f"rank {self.rank} could not connect to all other ranks: {error}") from error
         self._exchange(_BUILT, b"", failure, "the channels were not built", deadline)
@@ -189,7 +188,7 @@ class TorchTransport(Transport):
         """Raise the failure behind a lost connection: the one that is told soon, else ``peer`` is gone."""
         if isinstance(error, TransportError):
             raise error
-        self._watchdog.wait_until(lambda: bool(self.failure() or self._watchdog.gone(peer)), _SECONDS_TO_HEAR_WHY)
+        self._watchdog.wait_until(lambda: bool(self.failure() or self._watchdog.gone(peer)), SECONDS_TO_HEAR_WHY)
         self.fail(self._watchdog.gone(peer) or Failure(peer, "an unknown action", LOST, ""))
         self._raise_failure(error)
         raise error
@@ -206,49 +205,19 @@ class TorchTransport(Transport):
     ) -> list[bytes]:
         watchdog = self._watchdog
         watchdog.say_word(number, word)
-        self._hear_all(
-            lambda: watchdog.words_are_complete(number),
-            lambda: watchdog.unheard(number),
-            failure,
-            late,
-            deadline,
+        Hearing(
+            watchdog,
+            is_complete=lambda: watchdog.words_are_complete(number),
+            absent=lambda: watchdog.unheard(number),
+            failure=failure,
+            gatherers=[0],
             when_long=lambda: watchdog.say_early(number, word),
-        )
-        return watchdog.take_words(number)
-
-    def _hear_all(
-        self,
-        is_complete: Callable[[], bool],
-        absent: Callable[[], list[int]],
-        failure: Callable[[], Failure | None],
-        late: str,
-        deadline: float,
-        when_long: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until all is complete; a ``failure``, or the end of a rank that is ``absent``, ends the wait early.
-
-        ``when_long`` is called once, before much of the deadline has passed.
-        """
-
-        def lost() -> Failure | None:
-            return failure() or next(filter(None, map(self._watchdog.gone, absent())), None)
-
-        def over() -> bool:
-            return is_complete() or lost() is not None
-
-        patience = min(_SECONDS_TO_BE_EARLY, deadline / 2)
-        in_time = self._watchdog.wait_until(over, patience)
-        if not in_time:
-            when_long()
-            in_time = self._watchdog.wait_until(over, deadline - patience)
-        if in_time and failure() is None:  # one that has left may have spoken before, and others know it
-            self._watchdog.wait_until(lambda: is_complete() or failure() is not None, _SECONDS_TO_HEAR_WHY)
-        if is_complete():
-            return
-        if in_time and (known := lost()) is not None:
-            raise known.as_error()
-        ranks = ", rank ".join(map(str, absent()))
-        raise DeadlineError(f"{late} within {deadline} seconds; waiting for rank {ranks}.")
+            others_wait=lambda: bool(watchdog.early_words(number)),
+        ).wait(late, deadline)
+        words = watchdog.words(number)
+        if number != _SETTLED:  # its words are kept for a settle that is tried again after Ctrl-C
+            watchdog.drop_words(number)
+        return words
 
     def _look_ahead(self) -> None:
         """Fail if a peer has strayed, to judge by what it says in the exchange that comes next here, or has said."""
@@ -308,7 +277,8 @@ class TorchTransport(Transport):
         def absent() -> list[int]:
             return [rank for rank in range(self.num_ranks) if rank not in tallies]
 
-        self._hear_all(lambda: not absent(), absent, lambda: None, "the channels did not settle", deadline)
+        hearing = Hearing(self._watchdog, is_complete=lambda: not absent(), absent=absent, failure=lambda: None)
+        hearing.wait("the channels did not settle", deadline)
         self._balance()
         is_whole = self._links.drain(min(deadline, _SECONDS_TO_DRAIN)) and not self._direct.is_torn
         word = WHOLE if is_whole else b"broken"
@@ -324,9 +294,10 @@ class TorchTransport(Transport):
         with self._lock:
             if self._settled or (self.failure() is None and not self._settling):
                 return
-            if not self._links.frozen:
+            if not self._links.told:
                 self._links.frozen = True
                 self._watchdog.tell_tallies(lambda peer: pack_tally(self._links.tally(peer)))
+                self._links.told = True  # if Ctrl-C comes before, the next try tells all again
             for peer, tally in list(self._watchdog.tallies().items()):
                 self._links.top_up(peer, unpack_tally(tally))
 
