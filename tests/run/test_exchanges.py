@@ -55,6 +55,7 @@ PLACES: dict[str, Callable[[], None]] = {
     "amid the telling": lambda: interrupted(Wire, "send", after=True, when=tells),
     "before it learns": lambda: interrupted(Words, "learn"),
     "after it has heard": lambda: interrupted(Watchdog, "words", after=True),
+    "before a new epoch": lambda: interrupted(TorchTransport, "_begin_epoch"),
 }
 
 
@@ -73,7 +74,7 @@ def settle_twice(rank: int, place: str, victim: int) -> list[bytes]:
     return words
 
 
-@pytest.mark.parametrize(("place", "victim"), [*((place, 0) for place in PLACES), ("after it has heard", 1)])
+@pytest.mark.parametrize(("place", "victim"), [*((place, 0) for place in PLACES), ("before a new epoch", 1)])
 def test_a_settle_that_ctrl_c_broke_off_succeeds_when_it_is_tried_again(place: str, victim: int) -> None:
     assert run_in_processes(settle_twice, 3, place, victim) == [SAID] * 3
 
