@@ -34,6 +34,7 @@ FIRST_BYTES = 16 * 1024
 
 _PREFIX = struct.Struct("<4sBBBxIQQQQQ12x")
 _TAIL = struct.Struct("<II")  # in an announcement it lies in the padding of the prefix
+_MEMORY = ctypes.c_uint8 * 2**46  # of any length: ctypes keeps an array type for every length it ever saw
 _MAGIC = b"PIPE"
 _CARGO, _GRADS, _FAILURE = range(3)
 assert _PREFIX.size == ALIGNMENT
@@ -153,7 +154,7 @@ def _place(message: torch.Tensor, place: int, shape: Shape) -> torch.Tensor:
 def _view(message: Message) -> memoryview:
     """Its bytes, where they stand."""
     if isinstance(message, torch.Tensor):
-        return memoryview((ctypes.c_uint8 * len(message)).from_address(message.data_ptr())).cast("B")
+        return memoryview(_MEMORY.from_address(message.data_ptr())).cast("B")[: len(message)]
     return memoryview(message)
 
 
