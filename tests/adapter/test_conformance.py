@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 pytest.importorskip("megatron.core")
 
@@ -119,15 +120,21 @@ TIED_CUTS = {
 }
 
 
+TRAINED = Shape(tied=True, dtype=torch.float64)
+"""The halves of a tied weight's gradient are added in another order than in one process, and AdamW divides a gradient
+by its own size: where one nearly cancels, the last bit of a float32 becomes a step of over 1e-6 on some processors.
+In float64 nothing is seen of it."""
+
+
 @pytest.fixture(scope="module")
 def one_process_with_tied_weights() -> Any:
-    return played(1, ("reference",), Cut(), some(*BASE), shape=Shape(tied=True))[0]["reference"]
+    return played(1, ("reference",), Cut(), some(*BASE), shape=TRAINED)[0]["reference"]
 
 
 @pytest.mark.parametrize("cut", TIED_CUTS)
 def test_a_tied_weight_that_is_trained_stays_one(one_process_with_tied_weights: Any, cut: str) -> None:
     ranks, where = TIED_CUTS[cut]
-    stages = played(ranks, ("reference",), where, some(*BASE), shape=Shape(tied=True))
+    stages = played(ranks, ("reference",), where, some(*BASE), shape=TRAINED)
     for body in BASE:
         why = difference(one_process_with_tied_weights[body], [stage["reference"][body] for stage in stages])
         assert not why, f"{body}: {why}"
@@ -135,7 +142,7 @@ def test_a_tied_weight_that_is_trained_stays_one(one_process_with_tied_weights: 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(tensor=2, sequence_parallel=True)], ids=["data ranks", "tensor ranks"])
 def test_a_tied_weight_that_is_trained_stays_one_on_two_ranks_of_each_stage(cut: Cut) -> None:
-    bodies, shape = some(*BASE), Shape(tied=True)
+    bodies, shape = some(*BASE), TRAINED
     whole = played(2, ("reference",), cut, bodies, shape=shape)
     stages = played(4, ("reference",), attrs.evolve(cut, pipeline=2), bodies, shape=shape)
     for body, place in product(bodies, range(2)):
