@@ -1,6 +1,6 @@
 """1F1B as a loop written by hand for one model: no engine, nothing checked, shapes and dtype known, gloo's own calls.
 
-No engine over gloo can cost less; what this loop takes above the bound is the machine's, gloo's and autograd's.
+What this loop takes above the bound is the machine's, gloo's and autograd's.
 """
 
 from __future__ import annotations
