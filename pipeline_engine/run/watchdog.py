@@ -180,16 +180,23 @@ class Watchdog:
         self._own_departure = (monotonic() + SECONDS_TO_EXPLAIN, departure)
         self._ring()
 
-    def say_word(self, number: int, word: bytes) -> None:
-        """Speak in exchange ``number`` of this epoch; see Note [one gathers]."""
+    def say_word(self, number: int, word: bytes) -> bool:
+        """Speak in exchange ``number`` of this epoch; see Note [one gathers].
+
+        Returns:
+            whether it was said early, because the caller has just left a loop in which others may wait for him.
+        """
         with self._lock:
-            self._own_departure = None
+            has_left, self._own_departure = self._own_departure is not None, None
             self._last_exchange[self.rank] = (self.epoch, number)
             told = self._words.gather((self.epoch, number), 0, word) if self.rank == 0 else b""
         if self.rank != 0:
             self._wires[0].send(Frame(Kind.WORD, self.epoch, number, word))
         elif told:
             self._tell_words(Frame(Kind.WORDS, self.epoch, number, told))
+        if has_left and not told:
+            self.say_early(number, word)
+        return has_left
 
     def _tell_words(self, words: Frame) -> None:
         for wire in self._wires.values():
@@ -199,7 +206,7 @@ class Watchdog:
             self._changed.notify_all()
 
     def say_early(self, number: int, word: bytes) -> None:
-        """Tell all that this rank has waited for long in exchange ``number``."""
+        """Tell all that this rank is in exchange ``number``, since somebody may not be on the way to it."""
         self.tell_all(Kind.EARLY, word, number)
 
     def ask_all(self, seconds: float) -> dict[int, bytes]:

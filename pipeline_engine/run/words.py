@@ -2,8 +2,8 @@
 
 Note [one gathers]: rank 0 hears every rank and, once all have spoken, tells them all words at once.  So an exchange is
 2(P - 1) messages and wakes each other rank once; rank 0, where most pipelines begin, goes on before all others.
-Whoever has waited for long tells his word to all, early: by it they see that he is in an exchange which they are not
-in, and those who are in it know whom they wait for.
+Whoever has waited for long, or has just left a loop, tells his word to all, early: by it they see that he is in an
+exchange which they are not in, and those who are in it know whom they wait for.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 from attrs import frozen
 
 import pipeline_engine as pe
+from pipeline_engine.run import hearing
 from pipeline_engine.run.leaving import Departure, missed
 from pipeline_engine.run.transports.base import SECONDS_TO_EXPLAIN, Transport
 from pipeline_engine.testing import run_ranks_in_threads
@@ -110,6 +111,34 @@ def test_over_gloo_those_who_wait_name_the_one_who_left() -> None:
         assert not isinstance(rank, Crash), rank
     for way, each in zip(WAYS, zip(*ranks, strict=True), strict=True):
         judge_left(way, list(each))
+
+
+def leave_and_flush(rank: int) -> tuple[str, float]:
+    """The leaver is in the next exchange at once, where ranks that wait for others say so late."""
+    hearing._SECONDS_TO_BE_EARLY = LIMIT
+    part = Rank(pe.TorchTransport())
+    part.train(ROWS)
+    began = monotonic()
+    with pytest.raises(pe.PipelineError) as raised:
+        if part.number == LEAVER:
+            breaks(part)
+        else:
+            part.train(ROWS)
+        part.pipeline.flush()
+    seconds = monotonic() - began
+    part.pipeline.flush()
+    part.zero_grad()
+    part.train(ROWS)
+    part.check_gradients(range(len(ROWS)), ROWS)
+    part.pipeline.close()
+    return str(raised.value), seconds
+
+
+def test_who_has_left_and_goes_on_says_at_once_where_he_is() -> None:
+    for ended in run_in_processes(leave_and_flush, NUM_RANKS):
+        assert not isinstance(ended, Crash), ended
+        text, seconds = ended
+        assert "rank 1" in text and "flush" in text and seconds < LIMIT, ended
 
 
 def leave_lawfully(transport: Transport) -> bool:

@@ -204,14 +204,14 @@ class TorchTransport(Transport):
         self, number: int, word: bytes, failure: Callable[[], Failure | None], late: str, deadline: float
     ) -> list[bytes]:
         watchdog = self._watchdog
-        watchdog.say_word(number, word)
+        was_early = watchdog.say_word(number, word)
         Hearing(
             watchdog,
             is_complete=lambda: watchdog.words_are_complete(number),
             absent=lambda: watchdog.unheard(number),
             failure=failure,
             gatherers=[0],
-            when_long=lambda: watchdog.say_early(number, word),
+            when_long=lambda: None if was_early else watchdog.say_early(number, word),
             others_wait=lambda: bool(watchdog.early_words(number)),
         ).wait(late, deadline)
         words = watchdog.words(number)
